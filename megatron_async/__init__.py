@@ -1,10 +1,10 @@
-"""Asynchronous reinforcement learning of language models on Megatron-core and SGLang.
+"""Asynchronous reinforcement learning of language models with Megatron-core and SGLang.
 
     from megatron_async import load_config, train
     run = train(load_config("first.yaml"))
     run.metrics[-1]["reward/mean"]
 
-The public names are imported when they are first used, so that `import megatron_async` is instant.
+The public names are imported at first use, so that `import megatron_async` is fast.
 """
 
 from importlib import import_module
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron_async.trajectory.batch import TokenBatch
 
 __version__ = "0.1.0"
-_PLACES = {
+_MODULES = {
     "ComponentFailure": "errors",
     "Run": "commands.library",
     "RunConfig": "config",
@@ -34,10 +34,10 @@ _PLACES = {
     "open_run": "commands.library",
     "train": "commands.library",
 }
-__all__ = list(_PLACES)
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

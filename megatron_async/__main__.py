@@ -1,4 +1,4 @@
-"""`python -m megatron_async` is the command `megatron-async`."""
+"""Runs the command `megatron-async` for `python -m megatron_async`."""
 
 from megatron_async.cli import main
 

@@ -1,8 +1,8 @@
-"""`megatron-async`: the command line.
+"""The command line `megatron-async`.
 
-Exit codes: 0 done; 1 a component that ran has failed; 2 bad input (one sentence that names the
-setting and its value); 130 ended by Ctrl-C, 143 by SIGTERM. Heavy imports happen inside the
-commands, so that `--help` is instant.
+Exit codes: 0: done. 1: a component of a run failed. 2: bad input; the message names the setting and
+its value. 130: ended by Ctrl-C. 143: ended by SIGTERM. Heavy imports happen inside the commands, so
+that `--help` is fast.
 """
 
 import os
@@ -40,28 +40,28 @@ Overrides = Annotated[
 SetOption = Annotated[
     list[str] | None, Option("--set", help="SETTING=VALUE; may be given several times.")
 ]
-Wide = Annotated[bool, Option("--wide", help="Every column, beyond 80 characters.")]
+Wide = Annotated[bool, Option("--wide", help="Print all columns, wider than 80 characters.")]
 Assumptions = Annotated[
     bool, Option("--assumptions", help="Print every assumption, not only three.")
 ]
 FromStep = Annotated[
     int | None,
-    Option(help="With --resume: go on from the kept checkpoint of this step instead."),
+    Option(help="With --resume: step of the checkpoint to return to; default: the newest."),
 ]
 Session = Annotated[
-    str | None, Option(help="On several nodes: a new name, alike on all of them (launch/slurm).")
+    str | None, Option(help="On several nodes: a new name, equal on all nodes (launch/slurm).")
 ]
-Index = Annotated[int, Option(help="This node's number from 0, with --session.")]
+Index = Annotated[int, Option(help="With --session: this node's number, from 0.")]
 DryRun = Annotated[
-    bool, Option("--dry-run", help="Check everything, show what would be done, make nothing.")
+    bool, Option("--dry-run", help="Check everything, show what would be done, create nothing.")
 ]
 
 
 def main() -> None:
-    """Console script: run a command, turn the two known errors into sentences."""
+    """Run a command; print the message of an expected error and exit with its code."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # `doctor` shows what is missing and what is used instead; Megatron's warnings at every import
-    # would bury the progress lines.
+    # Megatron's warnings at every import would hide the progress lines; `doctor` reports missing
+    # packages and their replacements.
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -77,7 +77,7 @@ def main() -> None:
     except KeyboardInterrupt:
         _exit_with("ended by Ctrl-C", 130)
     except SystemExit as ended:
-        if ended.code == 130:  # typer's exit after an interrupt, which prints nothing
+        if ended.code == 130:  # typer exits so after an interrupt, and prints nothing
             typer.echo("ended by Ctrl-C", err=True)
         raise
 
@@ -92,19 +92,21 @@ def _exit_with(message: str, code: int) -> None:
 
 
 def _need(config: Path | None, command: str) -> Path:
+    """Return the value of --config; raise UserError if it is missing."""
     if config is None:
-        raise UserError(f"megatron-async {command} needs --config FILE (configs/ has examples)")
+        raise UserError(f"megatron-async {command} requires --config FILE (configs/ has examples)")
     return config
 
 
 def _check_start(config: Path | None, resume: Path | None, from_step: int | None) -> None:
-    """Check that one that goes on gets no second file, and that only such a one goes back."""
+    """Raise UserError if --config and --resume are combined, or --from-step is used without
+    --resume."""
     if from_step is not None and resume is None:
-        raise UserError(f"--from-step is {from_step}, and there is no --resume RUN to go back in")
+        raise UserError(f"--from-step is {from_step}; it requires --resume RUN, which is not set")
     if resume is not None and config is not None:
         raise UserError(
-            f"--config cannot be combined with --resume: {resume} has a config.yaml of its own, "
-            f"got --config {config}"
+            f"--config is {config}, which cannot be combined with --resume: {resume} has its own "
+            "config.yaml. Remove --config."
         )
 
 
@@ -113,16 +115,17 @@ def train(
     overrides: Overrides = None,
     config: ConfigOption = None,
     resume: Annotated[
-        Path | None, Option(help="Go on with this run directory from its newest intact checkpoint.")
+        Path | None, Option(help="Run directory to resume, from its newest intact checkpoint.")
     ] = None,
     from_step: FromStep = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Train by RL: starts engines, trainers and everything between them on this machine.
+    """Train by RL on this machine: start engines, trainers and all other processes of a run.
 
     Writes runs/NAME/{config.yaml, metrics.jsonl, tensorboard/, checkpoints/, trajectories.sqlite}.
-    Ctrl-C ends it cleanly; `--resume runs/NAME` goes on, with unfinished trajectories still there.
-    With `--from-step N` it goes back first; newer checkpoints become checkpoints/abandoned_*.
+    Ctrl-C ends the run cleanly; `--resume runs/NAME` resumes it with its unfinished trajectories.
+    `--from-step N` first returns to an older checkpoint; newer ones are renamed to
+    checkpoints/abandoned_*.
     """
     with gc_disabled():
         from megatron_async.commands import train as commands
@@ -144,16 +147,17 @@ def sft(
     config: ConfigOption = None,
     out: Annotated[
         Path | None,
-        Option(help="Where the Hugging Face checkpoint goes; default: runs/NAME-sft/hf."),
+        Option(help="Directory for the Hugging Face checkpoint; default: runs/NAME-sft/hf."),
     ] = None,
     session: Session = None,
     index: Index = 0,
     from_teacher: Annotated[
         str | None,
-        Option(help="Learn what the reward accepts of this model's answers: URL or folder."),
+        Option(help="Train on this model's answers that the reward accepts: URL or directory."),
     ] = None,
 ) -> None:
-    """Fine-tune on worked answers with the same Megatron trainer; leaves a HF checkpoint."""
+    """Fine-tune on worked answers with the same Megatron trainer; write a Hugging Face
+    checkpoint."""
     from megatron_async.commands.sft import sft_command
 
     sft_command(_need(config, "sft"), overrides or [], out, session, index, from_teacher)
@@ -161,9 +165,9 @@ def sft(
 
 @app.command()
 def gateway(
-    model: Annotated[Path | None, Option(help="Hugging Face checkpoint; else model.path.")] = None,
+    model: Annotated[Path | None, Option(help="Model directory; default: model.path.")] = None,
     port: Annotated[
-        int, Option(min=0, max=65535, help="Port on the loopback address; 0: any.")
+        int, Option(min=0, max=65535, help="Port on the loopback address; 0: any free port.")
     ] = 0,
     overrides: Overrides = None,
     config: ConfigOption = None,
@@ -185,7 +189,7 @@ def evaluate(
     overrides: Overrides = None,
     config: ConfigOption = None,
 ) -> None:
-    """Accuracy of one or several checkpoints on the evaluation sets, measured on an engine."""
+    """Measure the accuracy of checkpoints on the evaluation sets, with an engine."""
     from megatron_async.commands.evaluation import eval_command
 
     eval_command(_need(config, "eval"), overrides or [], model or [], samples)
@@ -193,16 +197,17 @@ def evaluate(
 
 @app.command()
 def score(
-    data: Annotated[Path, Option(help="Rows with `input_ids` and `loss_mask`.")],
-    out: Annotated[Path, Option(help="New safetensors file: `logprobs`, `cu_seqlens`.")],
+    data: Annotated[Path, Option(help="File of rows with `input_ids` and `loss_mask`.")],
+    out: Annotated[Path, Option(help="New safetensors file for `logprobs` and `cu_seqlens`.")],
     overrides: Overrides = None,
     config: ConfigOption = None,
     session: Session = None,
     index: Index = 0,
 ) -> None:
-    """Log-probs of given tokens by the trainer's model, at the layout of `parallel`.
+    """Compute log-probs of given tokens with the trainer's model, at the layout of `parallel`.
 
-    At sampling.temperature, of the weights of model.path, or model.checkpoint where that is set.
+    The temperature is sampling.temperature. The weights are those of model.path, or of
+    model.checkpoint if it is set.
     """
     from megatron_async.commands.score import score_command
 
@@ -211,11 +216,11 @@ def score(
 
 @app.command()
 def reward(
-    responses: Annotated[Path, Option(help="Rows with `response`: docs/rewards.md.")],
+    responses: Annotated[Path, Option(help="File of rows with `response` (docs/rewards.md).")],
     overrides: Overrides = None,
     config: ConfigOption = None,
 ) -> None:
-    """Score responses of a file as a run would: parts, failures with tracebacks, times."""
+    """Score the responses of a file as a run would; print components, failures and times."""
     from megatron_async.commands.reward import reward_command
 
     reward_command(_need(config, "reward"), overrides or [], responses)
@@ -224,21 +229,21 @@ def reward(
 @app.command()
 def init(
     directory: Annotated[Path, Argument(help="New directory.")],
-    reward: Annotated[bool, Option("--reward", help="A reward of yours (the default).")] = False,
-    environment: Annotated[bool, Option("--environment", help="Episodes of many turns.")] = False,
+    reward: Annotated[bool, Option("--reward", help="A reward function (default).")] = False,
+    environment: Annotated[bool, Option("--environment", help="Multi-turn environment.")] = False,
     agent: Annotated[bool, Option("--agent", help="A program that calls the policy.")] = False,
     tools: Annotated[bool, Option("--tools", help="Methods that the policy may call.")] = False,
     model: Annotated[
-        Path | None, Option(help="Model to train; default: the quickstart's, else a random one.")
+        Path | None, Option(help="Model to train; default: the quickstart's, or a random one.")
     ] = None,
 ) -> None:
-    """Write a small project of your own, which trains without changes."""
+    """Write a small project to start from, which trains without changes."""
     from megatron_async.commands.init import init_command
 
-    asked = {"reward": reward, "environment": environment, "agent": agent, "tools": tools}
-    kinds = [kind for kind, wanted in asked.items() if wanted] or ["reward"]
+    options = {"reward": reward, "environment": environment, "agent": agent, "tools": tools}
+    kinds = [kind for kind, is_set in options.items() if is_set] or ["reward"]
     if len(kinds) > 1:
-        raise UserError(f"--{' and --'.join(kinds)} cannot be combined. Choose one of them")
+        raise UserError(f"--{' and --'.join(kinds)} cannot be combined. Choose one of them.")
     init_command(kinds[0], directory, model)
 
 
@@ -247,9 +252,10 @@ def quickstart(
     overrides: Overrides = None,
     config: Annotated[Path, Option(help="YAML file.")] = Path("configs/quickstart.yaml"),
 ) -> None:
-    """Build a tiny model, fine-tune it, train it by RL, and show what was learned.
+    """Build a tiny model, fine-tune it, train it by RL, and show what it has learned.
 
-    The settings are for two CPU cores; launch/quickstart.sh runs it there on GPU machines too.
+    The settings are for two CPU cores; launch/quickstart.sh runs them on the CPU of GPU machines
+    too.
     """
     from megatron_async.commands.quickstart import quickstart as run
     from megatron_async.config import load_config
@@ -262,9 +268,10 @@ def rollout(
     run_directory: Annotated[Path, Argument(help="runs/NAME")],
     ray_address: Annotated[str, Option(help="host:port of a running Ray cluster.")],
 ) -> None:
-    """Hold the rollout side of a run in a Ray cluster, for trainers that torchrun starts.
+    """Run the rollout side of a run in a Ray cluster, for trainers that torchrun starts separately.
 
-    Ends when the trainers have ended. `launch` sets all of this up; this is the part by itself.
+    Ends when the trainers have ended. `launch` sets up both sides; this command is the rollout side
+    only.
     """
     from megatron_async.launcher.node import drive_rollout
     from megatron_async.launcher.preflight import check_probe_tolerance, check_run
@@ -283,55 +290,55 @@ def rollout(
 def launch(
     overrides: Overrides = None,
     config: ConfigOption = None,
-    resume: Annotated[Path | None, Option(help="Go on with this run directory.")] = None,
+    resume: Annotated[Path | None, Option(help="Run directory to resume.")] = None,
     from_step: FromStep = None,
     slurm: Annotated[bool, Option("--slurm", help="Write a job script and submit it.")] = (False),
     dry_run: DryRun = False,
-    gpus_per_node: Annotated[int, Option(help="0: nodes without GPUs.")] = 8,
-    gpu: Annotated[str, Option(help="GPU of the nodes, as H100 or H200.")] = "H100",
+    gpus_per_node: Annotated[int, Option(help="GPUs of a node; 0: nodes without GPUs.")] = 8,
+    gpu: Annotated[str, Option(help="GPU of the nodes, such as H100 or H200.")] = "H100",
     engine_nodes: Annotated[
-        int | None, Option(min=1, help="Rollout nodes; default: as many as the engines' GPUs need.")
+        int | None, Option(min=1, help="Nodes with engines; default: enough for the engines' GPUs.")
     ] = None,
     time_limit: Annotated[str, Option("--time", help="Slurm time limit.")] = "24:00:00",
     sbatch: Annotated[
-        list[str] | None, Option(help="More sbatch options, e.g. `--sbatch=--partition=gpu`")
+        list[str] | None, Option(help="Further sbatch options, e.g. `--sbatch=--partition=gpu`.")
     ] = None,
 ) -> None:
-    """Run over several nodes: a Slurm job, or the commands to start by hand on every node."""
+    """Run on several nodes: submit a Slurm job, or print the command to start on every node."""
     from megatron_async.commands.launch import Cluster, launch_run
 
     cluster = Cluster(gpus_per_node, engine_nodes, time_limit, tuple(sbatch or ()), gpu)
     _check_start(config, resume, from_step)
     if resume is None:
         _need(config, "launch")
-    shown = launch_run(
+    text = launch_run(
         config, resume, overrides or [], cluster, slurm=slurm, dry_run=dry_run, from_step=from_step
     )
-    typer.echo(shown)
+    typer.echo(text)
 
 
 @app.command()
 def convert(
     direction: Annotated[Literal["hf-to-megatron", "megatron-to-hf"], Argument()],
-    src: Annotated[Path, Option(help="Hugging Face directory; checkpoint or runs/NAME.")],
+    src: Annotated[Path, Option(help="Hugging Face directory; or a checkpoint or runs/NAME.")],
     dst: Annotated[Path, Option(help="New directory.")],
     tp: Annotated[
         int, Option(min=1, help="hf-to-megatron: tensor-parallel size of the files.")
     ] = 1,
     pp: Annotated[int, Option(min=1, help="hf-to-megatron: pipeline-parallel size.")] = 1,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None, Option(help="Default: as in the source.")
+        Literal["float32", "bfloat16", "float16"] | None, Option(help="Default: the source's.")
     ] = None,
     model: Annotated[
         Path | None,
-        Option(help="megatron-to-hf: directory of config and tokenizer; default: the run's."),
+        Option(help="megatron-to-hf: directory with config and tokenizer; default: the run's."),
     ] = None,
-    family: Annotated[str, Option(help="model.family of a model of your own family.")] = "",
+    family: Annotated[str, Option(help="model.family, for a user-defined model family.")] = "",
     shard_gb: Annotated[
-        float, Option(min=1e-9, help="megatron-to-hf: largest output file, in gigabytes.")
+        float, Option(min=1e-9, help="megatron-to-hf: limit of an output file, in gigabytes.")
     ] = 5.0,
 ) -> None:
-    """Convert weights between Hugging Face and this trainer's checkpoints, in a stream."""
+    """Convert weights between Hugging Face and this trainer's checkpoints, one tensor at a time."""
     from megatron_async.checkpoint.convert import hf_to_megatron, megatron_to_hf
 
     if direction == "hf-to-megatron":
@@ -349,12 +356,12 @@ def convert(
 
 @app.command()
 def report(
-    run_directory: Annotated[list[Path], Argument(help="runs/NAME; several: side by side.")],
+    run_directory: Annotated[list[Path], Argument(help="runs/NAME; several runs are compared.")],
     out: Annotated[
-        Path | None, Option(help="The page; default: report.html in the first run.")
+        Path | None, Option(help="File for the page; default: report.html in the first run.")
     ] = None,
 ) -> None:
-    """The closing table of a run, and a page about it that any browser shows (one HTML file)."""
+    """Print the closing table of a run, and write a report page (one HTML file)."""
     from megatron_async.commands.report import report_command
 
     report_command(run_directory, out)
@@ -363,9 +370,10 @@ def report(
 @app.command()
 def trace(
     run_directory: Annotated[Path, Argument(help="runs/NAME")],
-    out: Annotated[Path | None, Option(help="Default: trace.json in the run.")] = None,
+    out: Annotated[Path | None, Option(help="File; default: trace.json in the run.")] = None,
 ) -> None:
-    """Requests, weight updates, trainer phases and scores of the newest steps, for Perfetto."""
+    """Write requests, weight updates, trainer phases and scores of the newest steps, for
+    Perfetto."""
     from megatron_async.commands.trace import trace_command
 
     trace_command(run_directory, out)
@@ -377,19 +385,19 @@ def trajectories(
     state: Annotated[
         str | None, Option(help="Only this state: partial, finished, scored, batched, ...")
     ] = None,
-    show: Annotated[int | None, Option(help="Print this trajectory whole.")] = None,
-    limit: Annotated[int, Option(min=0, help="The newest ones to list; 0: all of them.")] = 50,
+    show: Annotated[int | None, Option(help="ID of a trajectory to print completely.")] = None,
+    limit: Annotated[int, Option(min=0, help="Number of trajectories to list; 0: all.")] = 50,
     exported: Annotated[
-        bool, Option("--exported", help="List those too that compaction has exported.")
+        bool, Option("--exported", help="Also list trajectories that compaction has exported.")
     ] = False,
     drop: Annotated[
         int | None,
-        Option(help="Take this one out of a run that has stopped, with its group, for good."),
+        Option(help="ID of a trajectory to drop permanently, with its group, from a stopped run."),
     ] = None,
 ) -> None:
     """List the trajectories of a run, or print one: prompt, segments with versions, reward.
 
-    `--show` finds exported ones by itself.
+    `--show` also finds exported trajectories.
     """
     from megatron_async.commands.trajectories import drop_command, list_command, show_command
 
@@ -409,27 +417,28 @@ def simulate(
     config: ConfigOption = None,
     setting: SetOption = None,
     sweep: Annotated[
-        list[str] | None, Option(help="SETTING=V1,V2,...; several sweeps make a cartesian product.")
+        list[str] | None, Option(help="SETTING=V1,V2,...; several sweeps form a Cartesian product.")
     ] = None,
     presets: Annotated[
         str, Option(help="Schedules to compare: sync,copris,... or all; empty = the file's.")
     ] = "",
     plot: Annotated[Path | None, Option(help="Write a PNG with the figures.")] = None,
     figures: Annotated[
-        bool, Option("--figures", help="Only what a run of the file takes: memory, disk, time.")
+        bool, Option("--figures", help="Print only memory, disk space and times of a run.")
     ] = False,
     wide: Wide = False,
     assumptions: Assumptions = False,
 ) -> None:
-    """Run the real scheduler on a virtual clock: throughput, idle shares, lag, recomputation."""
+    """Run the real scheduler on a virtual clock: print throughput, idle shares, lag and
+    recomputation."""
     from megatron_async.commands.simulate import figures_command, simulate_command
 
-    given = (overrides or []) + (setting or [])
+    changes = (overrides or []) + (setting or [])
     if figures:
-        figures_command(_need(config, "simulate"), given)
+        figures_command(_need(config, "simulate"), changes)
     else:
         file = _need(config, "simulate")
-        simulate_command(file, given, sweep or [], presets, plot, wide, assumptions)
+        simulate_command(file, changes, sweep or [], presets, plot, wide, assumptions)
 
 
 @app.command()
@@ -439,27 +448,28 @@ def plan(
     setting: SetOption = None,
     presets: Annotated[
         str,
-        Option(help="Schedules to search: sync,copris,... or all; empty = the file's, else all."),
+        Option(help="Schedules to search: sync,copris,... or all; empty = the file's, or all."),
     ] = "",
-    top: Annotated[int, Option(min=1, help="Layouts that are simulated and shown.")] = 5,
+    top: Annotated[int, Option(min=1, help="Number of layouts to simulate and show.")] = 5,
     wide: Wide = False,
     assumptions: Assumptions = False,
 ) -> None:
-    """Find the best split of the GPUs, parallel sizes and number of requests in flight."""
+    """Find the best division of GPUs, parallel sizes, and number of concurrent requests."""
     from megatron_async.commands.simulate import plan_command
 
-    given = (overrides or []) + (setting or [])
-    plan_command(_need(config, "plan"), given, presets, top, wide, assumptions)
+    changes = (overrides or []) + (setting or [])
+    plan_command(_need(config, "plan"), changes, presets, top, wide, assumptions)
 
 
 @app.command("fit-lengths")
 def fit_lengths(
-    file: Annotated[Path, Argument(help="A run, runs/NAME; or a file of recorded lengths.")],
+    file: Annotated[Path, Argument(help="A run (runs/NAME), or a file of recorded lengths.")],
     cut: Annotated[
-        int | None, Option(min=1, help="Limit at which responses were cut; default: as in FILE.")
+        int | None, Option(min=1, help="Limit that cut responses, in tokens; default: FILE's.")
     ] = None,
 ) -> None:
-    """Fit a log-normal and a Weibull to recorded response lengths, for simulate and plan."""
+    """Fit a log-normal and a Weibull distribution to recorded response lengths, for simulate and
+    plan."""
     from megatron_async.commands.simulate import fit_command
 
     fit_command(file, cut)
@@ -467,14 +477,14 @@ def fit_lengths(
 
 @app.command("profile-engine")
 def profile_engine(
-    url: Annotated[str, Option(help="Of a running SGLang server.")],
-    out: Annotated[Path, Option(help="YAML file for simulate.cost_model.")],
-    batches: Annotated[str, Option(help="Requests at once.")] = "1,4,16,64",
-    contexts: Annotated[str, Option(help="Prompt tokens of each request.")] = "16,128",
-    new_tokens: Annotated[int, Option(min=8, help="Decode steps of a measurement.")] = 64,
-    api_key: Annotated[str, Option(help="The server's key, if it asks for one.")] = "",
+    url: Annotated[str, Option(help="Address of a running SGLang server.")],
+    out: Annotated[Path, Option(help="New YAML file for simulate.cost_model.")],
+    batches: Annotated[str, Option(help="Numbers of concurrent requests.")] = "1,4,16,64",
+    contexts: Annotated[str, Option(help="Lengths of the prompts, in tokens.")] = "16,128",
+    new_tokens: Annotated[int, Option(min=8, help="Decode steps of each measurement.")] = 64,
+    api_key: Annotated[str, Option(help="The server's key, if it requires one.")] = "",
 ) -> None:
-    """Measure decode steps and prefill of a running engine; write its cost model."""
+    """Measure decode steps and prefill of a running engine, and write its cost model."""
     from megatron_async.simulate.profile_engine import profile_command
 
     profile_command(url, out, batches, contexts, new_tokens, api_key)
@@ -484,11 +494,11 @@ def profile_engine(
 def replay(
     run_directory: Annotated[Path, Argument(help="runs/NAME")],
     lineage: Annotated[
-        int | None, Option(help="Only this lineage of the run; default: all of them.")
+        int | None, Option(help="Only this lineage of the run; default: all.")
     ] = None,
     timeline: Annotated[bool, Option(help="Print what happened, batch by batch.")] = True,
 ) -> None:
-    """Feed recorded events to the scheduler again: the same actions, or the first that differs."""
+    """Feed recorded events to the scheduler again; report the first action that differs, if any."""
     from megatron_async.commands.replay import replay_command
 
     replay_command(run_directory, lineage, timeline)
@@ -501,10 +511,11 @@ def settings(
     ] = "",
     overrides: Overrides = None,
     of: Annotated[
-        Path | None, Option("--of", help="Show the values of this configuration file too.")
+        Path | None, Option("--of", help="Configuration file whose values are printed too.")
     ] = None,
 ) -> None:
-    """Every setting: name, type, range, default, meaning; with --of also its value in a file."""
+    """Print every setting: name, type, range, default, meaning; with --of also its value in a
+    file."""
     from megatron_async.commands.settings import settings_command
 
     settings_command(section, of, overrides or [])
@@ -512,9 +523,10 @@ def settings(
 
 @app.command()
 def doctor(overrides: Overrides = None, config: ConfigOption = None) -> None:
-    """Show what is installed, what will be used, and why.
+    """Print what is installed, what a run will use, and why.
 
-    With --config also what `train --dry-run` shows: exit code 2 where `train` would refuse.
+    With --config, also print what `train --dry-run` prints; the exit code is 2 if `train` would
+    refuse.
     """
     from megatron_async.commands.doctor import report_lines
     from megatron_async.commands.train import dry_run, show

@@ -1,4 +1,4 @@
-"""`megatron-async doctor`: what is installed, what will be used, and why."""
+"""`megatron-async doctor`: prints what is installed, what a run will use, and why."""
 
 import platform
 import sys
@@ -24,7 +24,10 @@ _PACKAGES = (
 
 
 def report_lines() -> list[str]:
-    """Return a line for each fact; never raises for a package that is missing."""
+    """Return lines on packages, devices, checks of this machine, and chosen backends.
+
+    A missing package is reported in a line and never raises an error.
+    """
     lines = [
         f"Python {platform.python_version()} ({sys.executable})",
         f"{platform.system()} {platform.machine()}",
@@ -39,6 +42,6 @@ def report_lines() -> list[str]:
         *choose(ModelConfig(), found).lines(),
         ("engines", f"SGLang on {device}, {resolve_dtype(EngineConfig(), device)}"),
     ]
-    used = ["what will be used:", *(f"  {part}: {what}" for part, what in rows)]
+    used = ["a run will use:", *(f"  {component}: {choice}" for component, choice in rows)]
     machine = ["this machine:", *(f"  {check}" for check in checks(look()))]
     return [*lines, "", *machine, "", *used]

@@ -1,4 +1,5 @@
-"""`megatron-async eval`: one engine, one or several Hugging Face checkpoints, held-out accuracy."""
+"""`megatron-async eval`: measures the held-out accuracy of Hugging Face checkpoints on one
+engine."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -33,12 +34,20 @@ from megatron_async.trajectory.types import PolicyVersion
 def eval_command(
     config_file: Path, overrides: Sequence[str], models: Sequence[Path], samples: Path | None
 ) -> None:
-    """Measure each checkpoint and print it; `samples`: a new file for the responses.
+    """Evaluate each checkpoint and print its accuracy.
 
-    Raises UserError or ComponentFailure.
+    Args:
+        config_file: YAML file with the settings.
+        overrides: Settings that replace those of the file.
+        models: Checkpoints to evaluate; empty for `model.path`.
+        samples: New file for the responses; None to save none.
+
+    Raises:
+        UserError: Bad input.
+        ComponentFailure: The engine failed.
     """
     if samples is not None and samples.exists():
-        raise UserError(f"--samples {samples} exists already; choose another file")
+        raise UserError(f"--samples is {samples}, which already exists. Choose another file.")
     config = load_config(config_file, overrides)
     config = derive(config, Machine.here(config)).config
     paths = list(models) or [Path(config.model.path)]
@@ -54,9 +63,10 @@ def eval_command(
         for result in found.results:
             typer.echo(f"{name}: {result.message()}, {result.seconds:.1f} s")
         if samples is not None:
-            # The number that the engine was given here means nothing to a reader.
-            of = {"model": str(path), "versions": [exported] if exported else []}
-            append_json_lines(samples, [{**one, **of} for one in found.samples()])
+            # Replaces the version number that the engine got here, which has no meaning to a
+            # reader.
+            origin = {"model": str(path), "versions": [exported] if exported else []}
+            append_json_lines(samples, [{**sample, **origin} for sample in found.samples()])
 
     with private_directory() as logs:
         evaluate_checkpoints(config, paths, logs, show)
@@ -68,9 +78,19 @@ def evaluate_checkpoints(
     log_directory: Path,
     on_result: Callable[[Path, Evaluation], None],
 ) -> list[Evaluation]:
-    """Accuracy of each checkpoint (same architecture) on the held-out problems of the task.
+    """Evaluate checkpoints of one architecture on the task's evaluation sets, one after the other.
 
-    Raises ComponentFailure when the engine does not start, or fails on the way.
+    Args:
+        config: The run's settings.
+        checkpoints: Hugging Face directories.
+        log_directory: Directory for the engine's log.
+        on_result: Called with each checkpoint and its result.
+
+    Returns:
+        The result of each checkpoint.
+
+    Raises:
+        ComponentFailure: The engine did not start, or failed during the evaluation.
     """
 
     async def evaluate(url: str, backend: ProcessBackend) -> list[Evaluation]:
@@ -112,9 +132,10 @@ def evaluate_checkpoints(
 
 @contextmanager
 def engine_here(model: Path, config: RunConfig, log_file: Path) -> Iterator[SGLangProcess]:
-    """Run one engine for this machine only, whatever hosts the run's own engines bind to.
+    """Run one engine on the loopback address of this machine for the duration of the block.
 
-    Raises ComponentFailure when it does not start.
+    Raises:
+        ComponentFailure: The engine did not start.
     """
     engines = config.engines.model_copy(update={"host": LOOPBACK})
     process = SGLangProcess(model, engines, log_file)

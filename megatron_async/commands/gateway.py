@@ -1,6 +1,7 @@
-"""`megatron-async gateway`: the chat API of agents over a model, without training.
+"""`megatron-async gateway`: serves a model by the chat API that agents use, without training.
 
-It answers as a run does, but each call alone: nothing is stored, and calls run side by side.
+The gateway replies as in a run, except that each call is independent: nothing is stored, and calls
+run concurrently.
 """
 
 import asyncio
@@ -33,90 +34,106 @@ from megatron_async.trajectory.types import FinishReason, PolicyVersion
 def gateway_command(
     config_file: Path, overrides: Sequence[str], model: Path | None, port: int
 ) -> None:
-    """Serve until it is interrupted. Raises UserError or ComponentFailure."""
+    """Start an engine and serve a model to agents until the user presses Ctrl-C.
+
+    Args:
+        config_file: YAML file with the settings.
+        overrides: Settings that replace those of the file.
+        model: Model to serve; None for `model.path`.
+        port: Port to listen on; 0 for any free port.
+
+    Raises:
+        UserError: Bad input, or the port is in use.
+        ComponentFailure: The engine failed.
+    """
     config = load_config(config_file, overrides)
     config = derive(config, Machine.here(config)).config
     path = model or Path(config.model.path)
     check_model(path)
     try:
-        bound = socket.create_server((LOOPBACK, port))
+        listener = socket.create_server((LOOPBACK, port))
     except OSError as error:
-        raise UserError(f"--port {port} cannot be listened on: {error}") from error
-    typer.echo("an engine starts; its address and key follow", err=True)
+        raise UserError(
+            f"--port is {port}, on which this process cannot listen: {error}"
+        ) from error
+    typer.echo("starting an engine; the gateway's address and key follow", err=True)
     with (
-        bound,
+        listener,
         private_directory() as logs,
         engine_here(path, config, logs / "engine.log") as process,
         suppress(KeyboardInterrupt),
     ):
-        asyncio.run(_serve(config, path, process.url, bound))
+        asyncio.run(_serve(config, path, process.url, listener))
 
 
-async def _serve(config: RunConfig, model: Path, engine_url: str, bound: socket.socket) -> None:
+async def _serve(config: RunConfig, model: Path, engine_url: str, listener: socket.socket) -> None:
+    """Load the model into the engine at `engine_url` and serve it on the socket `listener` until
+    canceled."""
     vocabulary = vocabulary_of(str(model))
     try:
         client = await SGLangClient.connect("gateway", engine_url, config.engines, vocabulary)
         try:
             await client.load_from_disk(model, PolicyVersion(0, 0))
             gateway = Gateway(config.sampling)
-            address = await gateway.start(bound)
+            address = await gateway.start(listener)
             key = gateway.open(ServedPolicy(config, str(model), EnginePool(lambda: [client])))
             typer.echo(instructions(address, key))
             await asyncio.Event().wait()
         finally:
             await client.close()
     except EngineError as error:
-        raise ComponentFailure(f"the engine of the gateway failed: {error}") from error
+        raise ComponentFailure(f"the gateway's engine failed: {error}") from error
 
 
 def instructions(address: str, key: str) -> str:
-    """Return the commands that use the gateway."""
+    """Return shell commands that send a request to the gateway."""
     body = f'{{"model": "{MODEL}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     return (
         f"export OPENAI_BASE_URL={address} OPENAI_API_KEY={key}\n"
         "curl $OPENAI_BASE_URL/chat/completions -H 'Content-Type: application/json' "
         f"-H \"Authorization: Bearer $OPENAI_API_KEY\" -d '{body}'\n"
-        "Ctrl-C ends it."
+        "Press Ctrl-C to end the gateway."
     )
 
 
 class ServedPolicy:
-    """The owner of the key: every call is answered by itself."""
+    """Handles the gateway's chat calls by generating a response to each call independently."""
 
     def __init__(self, config: RunConfig, model: str, engines: EnginePool) -> None:
         tokenizer = load_tokenizer(model)
         stops = stop_tokens(model, tokenizer)
         parser, vocabulary = config.episode.tool_parser, vocabulary_of(model)
-        self._texts = ChatCodecs(config.task, tokenizer, stops, parser, vocabulary)
-        self._wanted = ResponseSpec(config.sampling, config.sampling.max_new_tokens, tuple(stops))
+        self._codecs = ChatCodecs(config.task, tokenizer, stops, parser, vocabulary)
+        self._spec = ResponseSpec(config.sampling, config.sampling.max_new_tokens, tuple(stops))
         self._engines = engines
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._noted: set[str] = set()
+        self._printed: set[str] = set()
 
     def call(self, asked: ChatCall, *, retry: bool) -> Call:
-        """Take a call; one that is asked again is another one."""
-        for notice in set(asked.notices) - self._noted:
-            self._noted.add(notice)
+        """Start generating the reply to a chat call; a repeated call is generated again."""
+        for notice in set(asked.notices) - self._printed:
+            self._printed.add(notice)
             typer.echo(f"note: {notice}", err=True)
         call = Call(asked)
-        task = asyncio.ensure_future(self._answer(call, asked, next(self._numbers)))
+        task = asyncio.ensure_future(self._generate(call, asked, next(self._numbers)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return call
 
-    async def _answer(self, call: Call, asked: ChatCall, number: int) -> None:
+    async def _generate(self, call: Call, request: ChatCall, number: int) -> None:
+        """Generate a response to `request` and set it, or the error, as the reply of `call`."""
         name = f"gateway-{number}"
         try:
-            texts = self._texts.of(asked.tools)
-            ids = texts.opening(asked.messages)
-            response = await respond(self._wanted, ids, name, self._engines)
+            codec = self._codecs.of(request.tools)
+            ids = codec.opening(request.messages)
+            response = await respond(self._spec, ids, name, self._engines)
             if response is None:
-                why = f"an engine refuses a prompt of {len(ids)} tokens: too long"
-                raise CallRefused(why, "messages", code=TOO_LONG)
-            answer, ended = (response.token_ids, response.logprobs), response.end
-            stored = texts.stored(asked, *answer, len(ids), ended=ended is FinishReason.STOP)
-            call.answer.set_result(texts.answer(name, stored))
+                message = f"the engine refused the prompt of {len(ids)} tokens as too long"
+                raise CallRefused(message, "messages", code=TOO_LONG)
+            tokens, end = (response.token_ids, response.logprobs), response.end
+            stored = codec.stored(request, *tokens, len(ids), ended=end is FinishReason.STOP)
+            call.answer.set_result(codec.answer(name, stored))
         except CallRefused as refused:
             call.answer.set_exception(refused)
         except EngineError as error:

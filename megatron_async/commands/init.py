@@ -1,6 +1,6 @@
-"""`megatron-async init`: write a small project that trains on two CPU cores, to be changed.
+"""`megatron-async init`: writes a small project that trains on two CPU cores, as a starting point.
 
-The files come from configs/projects. The rows are sums, which the quickstart's model can solve.
+The files come from configs/projects. The data are sums, which the quickstart's model can solve.
 """
 
 import json
@@ -18,13 +18,13 @@ from megatron_async.files.disk import writing
 from megatron_async.files.package_files import ROOT
 
 QUICKSTART_MODEL: Final = Path("runs/quickstart/sft")
-"""The model that `megatron-async quickstart` fine-tunes, relative to where it was started."""
+"""The model that `megatron-async quickstart` fine-tunes, relative to the directory of its start."""
 _ROWS: Final = 500
 
 
 @dataclass(frozen=True)
 class Project:
-    """A kind of project: what its Python file is, and the settings that name it."""
+    """A kind of project: a description of its Python file, and the settings that name the file."""
 
     what: str
     settings: str
@@ -49,19 +49,28 @@ PROJECTS: Final = {
 
 
 def init_command(kind: str, directory: Path, model: Path | None) -> None:
-    """Write a project into a new directory. Raises UserError.
+    """Write a project into a new directory.
 
     Args:
-        kind: key of `PROJECTS`.
-        model: model to train, which stays where it is. Without it, the project gets a copy of
-            `QUICKSTART_MODEL` or, where that does not exist, a small model with random weights.
+        kind: Key of `PROJECTS`.
+        directory: New directory.
+        model: Model to train, which is not copied. None to copy `QUICKSTART_MODEL` into the project
+            or, if that does not exist, to create a small model with random weights.
+
+    Raises:
+        UserError: The directory exists or cannot be written, or `model` is not a model.
     """
     if directory.exists():
-        raise UserError(f"{directory} exists already. Name a new directory")
+        raise UserError(f"{directory} already exists. Name a new directory.")
     if ":" in str(directory.absolute()):
-        raise UserError(f"{directory.absolute()} has a colon, which paths of code cannot have")
+        raise UserError(
+            f"{directory.absolute()} contains a colon, which import paths of code cannot contain. "
+            "Name another directory."
+        )
     if model is not None and not (model / "config.json").is_file():
-        raise UserError(f"--model {model} has no config.json. Name a directory of a model")
+        raise UserError(
+            f"--model is {model}, which has no config.json. Name the directory of a model."
+        )
     with writing(directory, "project"):
         directory.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=".megatron-async-init-", dir=directory.parent))
@@ -69,15 +78,16 @@ def init_command(kind: str, directory: Path, model: Path | None) -> None:
             unfinished.chmod(0o755)
             about_model = _write_model(unfinished / "model", kind, model)
             _write_files(unfinished, kind, model, about_model)
-            unfinished.rename(directory)  # raises where another process has made it meanwhile
+            unfinished.rename(directory)  # raises if another process has created it meanwhile
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-    typer.echo(f"{directory} is written. {about_model} Next:")
+    typer.echo(f"wrote {directory}. {about_model} Next:")
     typer.echo(f"  cd {shlex.quote(str(directory))}")
     typer.echo("  megatron-async train --config config.yaml --dry-run")
 
 
 def _write_files(directory: Path, kind: str, model: Path | None, about_model: str) -> None:
+    """Write the project's settings, README, Python file and data into `directory`."""
     project, source = PROJECTS[kind], ROOT / "configs" / "projects"
     replaced = {
         "WHAT": project.what,
@@ -98,29 +108,35 @@ def _write_files(directory: Path, kind: str, model: Path | None, about_model: st
 
 
 def _write_model(path: Path, kind: str, model: Path | None) -> str:
-    """Write the project's model, unless there is another one; return a sentence about it."""
+    """Write the project's model to `path`, unless the user has given one; return a message about
+    it."""
     from megatron_async.models.tiny_model import build_tiny_model
 
     if model is not None:
         return f"The model is {model.absolute()}."
     if (QUICKSTART_MODEL / "config.json").is_file():
         shutil.copytree(QUICKSTART_MODEL, path)
-        about = "The model is a copy of the one that the quickstart has fine-tuned."
+        about = "The model is a copy of the model that the quickstart fine-tuned."
     else:
         build_tiny_model(path, seed=1)
         about = (
-            "The model has random weights, so that rewards stay near 0: run `megatron-async "
-            "quickstart`, then `init --model runs/quickstart/sft`, for one that solves most rows."
+            "The model has random weights, so rewards will stay near 0. For a model that solves "
+            "most rows, run `megatron-async quickstart`, then `init --model runs/quickstart/sft`."
         )
-    if kind == "tools":  # the model has to see them
+    if kind == "tools":  # this template shows the tools to the model
         shutil.copy(ROOT / "configs" / "projects" / "chat_template.jinja", path)
-        return f"{about} It has not learned to call tools; examples/calculator fine-tunes one."
+        return (
+            f"{about} It has not learned to call tools; examples/calculator fine-tunes a model to."
+        )
     if kind != "reward":
-        return f"{about} Conversations add a line break to a prompt, which it has not learned."
+        return (
+            f"{about} Conversations add a line break to a prompt, which the model has not learned."
+        )
     return about
 
 
 def _rows() -> list[str]:
+    """Return the lines of the project's data file: sums as prompts, with their answers."""
     from megatron_async.tasks.chain_sum import ChainSums
 
     sums = ChainSums(seed=1, min_terms=4, max_terms=9, max_digits=1)

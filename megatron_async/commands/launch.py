@@ -1,10 +1,11 @@
-"""`megatron-async launch`: a run directory and what starts it on several nodes.
+"""`megatron-async launch`: creates a run directory, and the job that starts the run on several
+nodes.
 
 Invariants
 - Everything that can be refused is refused here, before anything waits in a queue.
-- A dry run makes no file and no job, and shows exactly what a real one would use.
-- Where hosts differ, engines bind to their node's address and ask for a key that only the run's
-  config.yaml holds (readable by its user only).
+- A dry run creates no file and no job, and shows exactly what a real launch would use.
+- On several hosts, engines bind to their node's address and require a key. Only the run's
+  config.yaml contains the key, and only the user can read that file.
 """
 
 import math
@@ -44,14 +45,22 @@ from megatron_async.simulate.hardware import DATA_SHEETS
 _SUBMIT_SECONDS = 60.0
 _ONE_NODE = "srun --nodes=1 --ntasks=1 --export=ALL --exclusive --cpu-bind=none --gpus-per-node"
 _SIGNAL = re.compile(r"--signal=B:USR1@(\d+)")
-_LARGEST_NOTICE = 65_535  # that Slurm takes
+_MAX_NOTICE = 65_535  # largest value that Slurm accepts
 _OPTION = re.compile(r"--[\w-]+(=.*)?|-\w\S*")
 _SECOND_OPTION = re.compile(r"\s--?\w")
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of the allocation. `engine_nodes` None: as many as the engines' GPUs need."""
+    """Nodes and Slurm options of a launch.
+
+    Attributes:
+        gpus_per_node: GPUs of a node; 0 for nodes without GPUs.
+        engine_nodes: Nodes that run engines; None for as many as the engines' GPUs need.
+        time_limit: Slurm time limit.
+        sbatch_options: Further options of sbatch.
+        gpu: Name of the GPU.
+    """
 
     gpus_per_node: int
     engine_nodes: int | None
@@ -60,14 +69,22 @@ class Cluster:
     gpu: str = "H100"
 
     def machine(self, config: RunConfig) -> Machine:
-        """Return a node with these GPUs. Raises UserError."""
+        """Return the hardware of a node.
+
+        Raises:
+            UserError: The GPU's name is unknown.
+        """
         if self.gpu not in DATA_SHEETS:
             raise UserError(f"--gpu is {self.gpu}; it must be one of {', '.join(DATA_SHEETS)}")
         gpu = GpuConfig.model_validate({"name": self.gpu})
         return Machine.of_nodes(self.gpus_per_node, self.rollout_nodes(config), gpu)
 
     def rollout_nodes(self, config: RunConfig) -> int:
-        """Nodes that hold the engines. Raises UserError."""
+        """Return the number of nodes that run the engines.
+
+        Raises:
+            UserError: An engine needs more GPUs than a node has.
+        """
         engines, per_node = config.engines, self.gpus_per_node
         if self.engine_nodes is not None:
             return self.engine_nodes
@@ -75,43 +92,48 @@ class Cluster:
             return 1
         if engines.tensor > per_node:
             raise UserError(
-                f"engines.tensor is {engines.tensor}, more than the {per_node} GPUs of a node; set "
-                "--engine-nodes and SGLang's multi-node options yourself"
+                f"engines.tensor is {engines.tensor}, which is more than the {per_node} GPUs of a "
+                "node. Set --engine-nodes and SGLang's options for several nodes yourself."
             )
         engines_per_node = per_node // engines.tensor
         return -(-engines.count // engines_per_node)
 
     def notice(self, stop: int) -> int:
-        """Seconds between Slurm's signal and the time limit. Raises UserError for too few."""
+        """Return how many seconds before the time limit Slurm must send its signal.
+
+        Raises:
+            UserError: The time limit, or the user's own --signal, leaves too little time.
+        """
         needed = stop + END_SECONDS
-        what = (
-            f"a stop takes up to {needed} s: {stop} s for the step under way and the checkpoint "
+        duration = (
+            f"a stop takes up to {needed} s: {stop} s for the current step and the checkpoint "
             f"(checkpoint.write_gb_per_s), {END_SECONDS} s to end the job"
         )
-        given = [option for option in self.sbatch_options if option.startswith("--signal")]
-        for option in given:
+        signals = [option for option in self.sbatch_options if option.startswith("--signal")]
+        for option in signals:
             found = _SIGNAL.fullmatch(option)
             if found is None or int(found[1]) < needed:
                 raise UserError(
-                    f"--sbatch is {option}, and {what}: leave it out, or set it to "
-                    f"--signal=B:USR1@{needed}"
+                    f"--sbatch is {option}, but {duration}. Remove it, or set it to "
+                    f"--signal=B:USR1@{needed}."
                 )
             needed = int(found[1])
-        if needed > _LARGEST_NOTICE or needed >= seconds_of(self.time_limit):
+        if needed > _MAX_NOTICE or needed >= seconds_of(self.time_limit):
             raise UserError(
-                f"--time is {self.time_limit}, and {what}: raise --time, "
-                "or checkpoint.write_gb_per_s if the file system is faster"
+                f"--time is {self.time_limit}, but {duration}. Raise --time, or "
+                "checkpoint.write_gb_per_s if the file system is faster."
             )
         return needed
 
 
 def seconds_of(time_limit: str) -> float:
-    """A time as Slurm takes it; infinite where there is none, or one of Slurm's own forms."""
+    """Return a Slurm time limit in seconds; infinity if it is unlimited or in a form not supported
+    here."""
     days, dash, rest = time_limit.rpartition("-")
     parts = rest.split(":")
     if not all(map(str.isdecimal, parts)) or (dash and not days.isdecimal()):
         return math.inf
-    # After days come hours, alone minutes.
+    # The first number is hours after days or in H:M:S, otherwise minutes.
     first = 0 if dash or len(parts) == 3 else 1
     units = (3600, 60, 1)[first:]
     rest_seconds = sum(unit * int(part) for unit, part in zip(units, parts, strict=False))
@@ -119,17 +141,17 @@ def seconds_of(time_limit: str) -> float:
 
 
 def for_hosts(config: RunConfig) -> RunConfig:
-    """The same run with engines that other nodes reach, behind a key."""
+    """Return the configuration with engines that other nodes can reach, protected by a key."""
     host, key = config.engines.host, config.engines.api_key
     host = NODE_HOST if is_loopback(host) else host
     return config.with_section("engines", host=host, api_key=key or secrets.token_urlsafe(24))
 
 
 def check_nodes(config: RunConfig, gpus_per_node: int) -> None:
-    """Trainers and engines on different nodes. Raises UserError for what cannot work there."""
+    """Raise UserError if the settings cannot work with trainers and engines on different nodes."""
     if config.cluster == "local":
         raise UserError(
-            "cluster is local, and launch starts a run on several nodes: set cluster auto or ray"
+            "cluster is local, but launch starts a run on several nodes. Set cluster auto or ray."
         )
     check_ray(config, nodes=2)
     if not gpus_per_node:
@@ -137,8 +159,8 @@ def check_nodes(config: RunConfig, gpus_per_node: int) -> None:
     real, shared = config.engines.kind == "sglang", config.engines.placement == "colocated"
     if config.weights.transport == "tensor" and real and not shared:
         raise UserError(
-            "weights.transport is tensor, which hands weights over on one GPU, and launch gives "
-            "engines nodes of their own: set weights.transport distributed, disk or delta"
+            "weights.transport is tensor, which requires trainer and engines on the same GPU, but "
+            "launch gives engines separate nodes. Set weights.transport distributed, disk or delta."
         )
     check_ranks(gpus_per_node, config, "--gpus-per-node is")
 
@@ -153,12 +175,23 @@ def launch_run(
     dry_run: bool,
     from_step: int | None = None,
 ) -> str:
-    """Return the text to show: the job that was submitted, the script, or commands by node.
+    """Check the run, create or prepare its directory, and return the text to show the user.
 
-    `from_step`, with `resume`: go back to that step's checkpoint here and now, before any node
-    starts; a job that is queued again goes on from what it has reached since.
+    The text is sbatch's reply, or the job script or commands of each node.
 
-    Raises UserError, or ComponentFailure when sbatch fails.
+    Args:
+        config_file: YAML file of a new run; None with `resume`.
+        resume: Run directory to resume; None for a new run.
+        overrides: Settings that replace those of the file or run.
+        cluster: Nodes and Slurm options.
+        slurm: Whether to submit a job instead of printing commands.
+        dry_run: Whether to only show what would be done.
+        from_step: With `resume`: step of the checkpoint to return to before any node starts. When
+            the job is queued again later, it resumes from its newest checkpoint.
+
+    Raises:
+        UserError: Bad input.
+        ComponentFailure: sbatch failed.
     """
     if resume is not None:
         directory, before = RunDirectory.find(resume, [], "--resume")
@@ -172,7 +205,7 @@ def launch_run(
         config, changed = load_config(config_file, overrides), ()
         directory = RunDirectory.of(config)
     rollout_nodes = cluster.rollout_nodes(config)
-    config, remarks, shown = _check(config, cluster, dry_run=dry_run)
+    config, remarks, details = _check(config, cluster, dry_run=dry_run)
     run = ["--resume", str(resume)] if resume else ["--config", str(config_file)]
     back_to = [] if from_step is None else ["--from-step", str(from_step)]
     train = shlex.join(["megatron-async", "train", *run, *back_to, *overrides])
@@ -180,8 +213,8 @@ def launch_run(
     shared = config.engines.placement == "colocated"
     if shared and not dry_run:
         raise UserError(
-            "engines.placement is colocated, and launch gives engines nodes of their own; start "
-            f"the run on its one node by `{train}`, under Slurm by `{on_one_node}`"
+            "engines.placement is colocated, but launch gives engines separate nodes. Start the "
+            f"run on a single node by `{train}`, under Slurm by `{on_one_node}`."
         )
     notices = "".join(f"# note: {notice}\n" for notice in (*remarks, *changed))
     if resume is not None:
@@ -191,12 +224,14 @@ def launch_run(
         if from_step is not None:
             rollback_to(directory, from_step)
         (check_new if resume is None else check_unclaimed)(directory)
-        overview = "".join(f"# {line}\n" for line in shown)
+        overview = "".join(f"# {line}\n" for line in details)
         return f"{(on_one_node if shared else commands).rstrip()}\n\n{notices}{overview}"
     if slurm and shutil.which("sbatch") is None:
-        raise UserError("--slurm: there is no sbatch on this machine; --dry-run shows the script")
-    places, submitted = _start(config, directory, commands, resume, from_step, slurm=slurm)
-    header = notices + "".join(f"# set aside: {place}\n" for place in places)
+        raise UserError(
+            "--slurm requires sbatch, which this machine does not have; --dry-run shows the script"
+        )
+    renamed, submitted = _start(config, directory, commands, resume, from_step, slurm=slurm)
+    header = notices + "".join(f"# renamed: {path}\n" for path in renamed)
     return f"{header}{submitted}; logs in {directory.logs}" if slurm else header + commands
 
 
@@ -209,15 +244,21 @@ def _start(
     *,
     slurm: bool,
 ) -> tuple[Sequence[Path], str]:
-    """Make the run, or prepare its resume, and submit its job.
+    """Create the run, or prepare its resume, and submit the job with `slurm`.
 
-    Returns what was set aside and sbatch's answer. A resume that Slurm refuses leaves the run as it
-    was. Raises UserError, or ComponentFailure when sbatch fails.
+    If Slurm refuses a resume, the run is left unchanged.
+
+    Returns:
+        The new paths of renamed checkpoints, and sbatch's reply.
+
+    Raises:
+        UserError: Bad input.
+        ComponentFailure: sbatch failed.
     """
     what, job_file = "megatron-async launch", directory.path / "job.sbatch"
-    places: Sequence[Path] = ()
+    renamed: Sequence[Path] = ()
     with ExitStack() as withdraw:
-        # Not for longer than this: the job that is submitted takes the run at its start.
+        # Released before the job is submitted, because the job locks the run at its start.
         with new_run(config, what) if resume is None else hold_run_lock(directory, what):
             back = None if from_step is None else rollback_to(directory, from_step)
             if resume is not None:
@@ -225,22 +266,23 @@ def _start(
                 withdraw.callback(_withdraw, directory, files, back)
                 directory.prepare_resume(config)
             if back is not None:
-                places = back.carry_out()
+                renamed = back.carry_out()
             if slurm:
                 write_atomically(job_file, commands)
         submitted = _submit(job_file, withdraw) if slurm else ""
         withdraw.pop_all()
-    return places, submitted
+    return renamed, submitted
 
 
 def _content(*files: Path) -> dict[Path, str | None]:
+    """Return the text of each file; None for a file that does not exist."""
     return {file: file.read_text() if file.exists() else None for file in files}
 
 
 def _withdraw(
     directory: RunDirectory, files: Mapping[Path, str | None], back: Rollback | None
 ) -> None:
-    """Leave the run as it was: checkpoints, and what `files` held; None: there was no such file."""
+    """Undo a prepared resume: rename checkpoints back and restore the former content of `files`."""
     with hold_run_lock(directory, "megatron-async launch"):
         if back is not None:
             back.undo()
@@ -254,7 +296,11 @@ def _withdraw(
 def _commands(
     config: RunConfig, directory: RunDirectory, cluster: Cluster, rollout_nodes: int, *, slurm: bool
 ) -> str:
-    """The job script, or commands by node; the checkpoints have room on disk. Raises UserError."""
+    """Return the job script or the commands of each node, after checking the space for checkpoints.
+
+    Raises:
+        UserError: The disk has too little space for the checkpoints.
+    """
     checkpoints = checkpoints_with_room(config, directory)
     stop = stop_seconds(config, checkpoints, cluster.machine(config))
     if slurm:
@@ -265,29 +311,39 @@ def _commands(
 def _check(
     config: RunConfig, cluster: Cluster, *, dry_run: bool
 ) -> tuple[RunConfig, tuple[str, ...], tuple[str, ...]]:
-    """Check the run on these nodes; return what is started, notices and lines about it.
+    """Check the run on these nodes; return its final settings, notices, and lines to show.
 
-    Raises UserError, or ComponentFailure; a dry run shows before it what needs config.json alone.
+    In a dry run, lines that need only config.json are printed before a refusal is raised.
+
+    Raises:
+        UserError: The run cannot start on these nodes.
+        ComponentFailure: A check failed.
     """
     machine = cluster.machine(config)
     derived = derive(for_hosts(config), machine)
-    shown = [*estimate_lines(derived.config, machine), *derived.lines()] if dry_run else []
+    details = [*estimate_lines(derived.config, machine), *derived.lines()] if dry_run else []
     try:
         checked = preflight.check_run(derived.config)
     except (UserError, ComponentFailure):
         if dry_run:
-            typer.echo("\n".join(shown))
+            typer.echo("\n".join(details))
         raise
     preflight.check_probe_tolerance(checked.config, "cuda" if cluster.gpus_per_node else "cpu")
     check_nodes(checked.config, cluster.gpus_per_node)
     check_memory(checked.config, machine)
-    return checked.config, tuple(checked.notices), (*shown, *checked.summary.splitlines())
+    return checked.config, tuple(checked.notices), (*details, *checked.summary.splitlines())
 
 
 def _submit(job_file: Path, withdraw: ExitStack) -> str:
-    """Submit the job and return sbatch's output. Raises ComponentFailure when it fails or hangs.
+    """Submit the job and return sbatch's output.
 
-    `withdraw` is done where the job was refused, and not where it may have been taken.
+    Args:
+        job_file: The job script.
+        withdraw: Undoes the preparation when closed. It is closed if the job was refused, but not
+            if the job may have been accepted.
+
+    Raises:
+        ComponentFailure: sbatch failed or did not end in time.
     """
     command = ["sbatch", str(job_file)]
     try:
@@ -295,8 +351,8 @@ def _submit(job_file: Path, withdraw: ExitStack) -> str:
     except subprocess.TimeoutExpired as error:
         withdraw.pop_all()
         raise ComponentFailure(
-            f"sbatch {job_file} did not answer for {_SUBMIT_SECONDS:g} s; squeue shows whether "
-            "the job was taken; what this launch has set and set aside stays for it"
+            f"sbatch {job_file} did not end within {_SUBMIT_SECONDS:g} s. squeue shows whether the "
+            "job was submitted; the settings and renamed checkpoints of this launch stay for it."
         ) from error
     if done.returncode != 0:
         raise ComponentFailure(f"sbatch {job_file} failed: {done.stderr.strip()}")
@@ -306,11 +362,18 @@ def _submit(job_file: Path, withdraw: ExitStack) -> str:
 def job_script(
     config: RunConfig, directory: RunDirectory, cluster: Cluster, rollout_nodes: int, stop: int
 ) -> str:
-    """The sbatch script of one run; the work is in launch/slurm/train.sbatch.
+    """Return the sbatch script of a run, which calls launch/slurm/train.sbatch.
 
-    `stop`: seconds that the trainers may take from Slurm's signal on. Raises UserError for a time
-    limit, or a signal of the user's own, that does not leave them, and for what cannot be written
-    into a job script.
+    Args:
+        config: The run's settings.
+        directory: The run directory.
+        cluster: Nodes and Slurm options.
+        rollout_nodes: Number of nodes with engines.
+        stop: Seconds that the trainers may take after Slurm's signal.
+
+    Raises:
+        UserError: The time limit or --signal leaves too little time, or a text cannot be written
+            into a job script.
     """
     _check_text(directory, cluster)
     options = [
@@ -323,10 +386,10 @@ def job_script(
         f"--output={str(directory.logs).replace('%', '%%')}/job-%j.log",
         *([f"--gpus-per-node={cluster.gpus_per_node}"] if cluster.gpus_per_node else []),
         "--exclusive",
-        "--mem=0",  # all of it: Slurm's default may be a small part
+        "--mem=0",  # all memory of the node; Slurm's default may be a small part
         *cluster.sbatch_options,
     ]
-    # Slurm reads a shell's quotes, in which a backslash still escapes the next character.
+    # Slurm parses shell quotes, but a backslash inside them still escapes the next character.
     quoted = (shlex.quote(option.replace("\\", r"\\")) for option in options)
     lines = "\n".join(f"#SBATCH {option}" for option in quoted)
     command = shlex.join(
@@ -343,7 +406,7 @@ def job_script(
 
 
 def _check_text(directory: RunDirectory, cluster: Cluster) -> None:
-    """Check that a job script can hold the run's path and the user's options. Raises UserError."""
+    """Raise UserError if a job script cannot contain the run's path or the user's options."""
     path = str(directory.path)
     if "\\" in path or not path.isprintable():
         raise UserError(
@@ -351,8 +414,8 @@ def _check_text(directory: RunDirectory, cluster: Cluster) -> None:
             "a character that is not printable. Choose another name or root."
         )
     for option in (f"--time={cluster.time_limit}", *cluster.sbatch_options):
-        one = _OPTION.fullmatch(option) and not _SECOND_OPTION.search(option)
-        if not one or not option.isprintable():
+        is_single = _OPTION.fullmatch(option) and not _SECOND_OPTION.search(option)
+        if not is_single or not option.isprintable():
             raise UserError(
                 f"an option for sbatch is {option!r}; it must be one printable --NAME=VALUE. "
                 "Repeat --sbatch for each option."
@@ -360,14 +423,17 @@ def _check_text(directory: RunDirectory, cluster: Cluster) -> None:
 
 
 def _prefix() -> list[str]:
-    """`env` with what shipped scripts need, or nothing."""
+    """Return the `env` command with the variables that the shipped scripts need; empty if there are
+    none."""
     variables = [f"{name}={value}" for name, value in script_environment().items()]
     return ["env", *variables] if variables else []
 
 
 def manual_commands(config: RunConfig, directory: RunDirectory, rollout_nodes: int) -> str:
-    """The command of every node, for clusters without Slurm."""
-    lines = ["# one command on each node, in any order; SESSION is any new name, alike on all"]
+    """Return the command to run on every node, for clusters without Slurm."""
+    lines = [
+        "# one command on each node, in any order; SESSION is any new name, equal on all nodes"
+    ]
     for role, count in (("rollout", rollout_nodes), ("trainer", config.parallel.nodes)):
         script = str(ROOT / f"launch/torchrun/{role}.sh")
         command = shlex.join([*_prefix(), "bash", script, str(directory.path)])

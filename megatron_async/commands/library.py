@@ -1,4 +1,5 @@
-"""The package as a library: train from a script or a notebook, look at a run in one line."""
+"""Python functions of the package: `train` trains from a script or notebook, `open_run` reads a
+run."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -18,40 +19,47 @@ from megatron_async.telemetry.metrics import first_accuracy, read_metrics
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory, open for reading; the run may go on meanwhile."""
+    """A run directory, open for reading, also while the run continues."""
 
     path: Path
     config: RunConfig
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """List a mapping for each step that was trained (`pandas.DataFrame(run.metrics)`)."""
+        """Metrics of each training step, as one mapping per step (try
+        `pandas.DataFrame(run.metrics)`)."""
         return read_metrics(RunDirectory(self.path).metrics_file)
 
     @property
     def evaluations(self) -> list[dict[str, float]]:
-        """List a mapping for each evaluation."""
+        """Metrics of each evaluation, as one mapping per evaluation."""
         return read_metrics(RunDirectory(self.path).metrics_file, kind="eval")
 
     @property
     def accuracy(self) -> float | None:
-        """The held-out accuracy of the newest evaluation; None before the first."""
+        """Held-out accuracy of the newest evaluation; None before the first evaluation."""
         evaluations = self.evaluations
         return first_accuracy(evaluations[-1]) if evaluations else None
 
     @property
     def export(self) -> Path | None:
-        """The Hugging Face checkpoint that a complete run leaves (`checkpoint.export_hf`)."""
+        """Path of the Hugging Face checkpoint that a complete run exports (`checkpoint.export_hf`);
+        None if missing."""
         path = RunDirectory(self.path).hf_export
         return path if path.exists() else None
 
     def store(self) -> StoreReader:
-        """Open its trajectories; close it, or use `contextlib.closing`."""
+        """Open the run's trajectories for reading; the caller closes the reader
+        (`contextlib.closing`)."""
         return StoreReader(RunDirectory(self.path).store_file)
 
 
 def open_run(path: Path | str) -> Run:
-    """Open the run at `path`. Raises UserError when there is none."""
+    """Open the run in the directory `path` for reading.
+
+    Raises:
+        UserError: The directory contains no run.
+    """
     directory, config = RunDirectory.find(path, [])
     return Run(directory.path, config)
 
@@ -61,13 +69,21 @@ def train(
     reward: str | Callable[..., Any] | None = None,
     **settings: Any,
 ) -> Run:
-    """Train on this machine to the end, with progress on the standard output.
+    """Train on this machine until the run is complete, with progress on standard output.
 
-    `config`: settings, or a YAML file of them. `settings` replace its own: `steps=20`,
-    `model={"path": ...}`, `**{"model.path": ...}`. `reward`: a function or class of a module or
-    script (not of a notebook cell), or its import path. Scorers import it in processes of their
-    own, so a script calls `train` under `if __name__ == "__main__":`. An interrupt ends the run's
-    processes before it is raised. Raises UserError or ComponentFailure.
+    Scorers import the reward in separate processes, so a script must call `train` under `if
+    __name__ == "__main__":`. Ctrl-C ends the run's processes and then raises KeyboardInterrupt.
+
+    Args:
+        config: Settings, or the path of a YAML file with them.
+        reward: A function or class of a module or script (not of a notebook cell), or its import
+            path.
+        **settings: Settings that replace those of `config`: `steps=20`, `model={"path": ...}`,
+            `**{"model.path": ...}`.
+
+    Raises:
+        UserError: Bad input.
+        ComponentFailure: A component of the run failed.
     """
     if reward is not None:
         settings["reward"] = import_path_of(reward) if callable(reward) else reward
@@ -80,16 +96,20 @@ def train(
     return open_run(directory.path)
 
 
-def import_path_of(thing: Callable[..., Any]) -> str:
-    """`file.py:name` of a function or class at the top level of a file. Raises UserError."""
-    name = getattr(thing, "__qualname__", repr(thing))
+def import_path_of(target: Callable[..., Any]) -> str:
+    """Return the import path `file.py:name` of a function or class at the top level of a file.
+
+    Raises:
+        UserError: Other processes cannot import the object.
+    """
+    name = getattr(target, "__qualname__", repr(target))
     try:
-        file = inspect.getsourcefile(thing)
-    except TypeError:  # an object that is neither function nor class
+        file = inspect.getsourcefile(target)
+    except TypeError:  # neither a function nor a class
         file = None
     if file is None or not Path(file).is_file() or not name.isidentifier():
         raise UserError(
-            f"reward is {name}, which other processes cannot import: put it at the top level of a "
-            "file, and pass the function or `path/to/file.py:name`"
+            f"reward is {name}, which other processes cannot import. Put it at the top level of a "
+            "file, and pass the function or `path/to/file.py:name`."
         )
     return f"{Path(file).resolve()}:{name}"

@@ -1,8 +1,9 @@
-"""Checks of a machine beyond its Python packages, for `doctor`: each with its remedy.
+"""Checks of a machine beyond its Python packages, each with a remedy, for `doctor`.
 
 Invariants
-- Nothing is started but `nvidia-smi` and `nvcc --version`, within a limit, and nothing is written.
-- `checks` is pure: what was found in, sentences out.
+- Nothing is started except `nvidia-smi` and `nvcc --version`, with a time limit; nothing is
+  written.
+- `checks` is a pure function of the facts about the machine.
 """
 
 import ctypes
@@ -20,22 +21,23 @@ from typing import Final
 
 _GB: Final = 1e9
 _COMMAND_SECONDS: Final = 20.0
-# CUDA 13's own minimum; the glibc of SGLang's kernel wheels (manylinux_2_34).
-LEAST_DRIVER: Final = {13: 580, 12: 525}
-LEAST_GLIBC: Final = (2, 34)
-LEAST_OPEN_FILES: Final = 65_536
-LEAST_SHARED_MEMORY: Final = 16 * _GB
-LEAST_DISK: Final = 100 * _GB
-LEAST_LOCKED_MEMORY: Final = 16 * _GB  # for NCCL's buffers of all ranks of a node (assumed)
+# CUDA's own minimum versions of the driver; the glibc of SGLang's kernel wheels (manylinux_2_34).
+MIN_DRIVER: Final = {13: 580, 12: 525}
+MIN_GLIBC: Final = (2, 34)
+MIN_OPEN_FILES: Final = 65_536
+MIN_SHARED_MEMORY: Final = 16 * _GB
+MIN_DISK: Final = 100 * _GB
+MIN_LOCKED_MEMORY: Final = 16 * _GB  # assumed size of NCCL's buffers of all ranks of a node
 _INFINIBAND: Final = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """Facts about a machine; None: not there. Sizes are in bytes.
+    """Facts about a machine; None for something that is missing. Sizes are in bytes.
 
-    `locked_memory` is the limit that `ulimit -l` shows, or `resource.RLIM_INFINITY` for unlimited.
-    `infiniband` has the names of InfiniBand and RoCE devices.
+    Attributes:
+        locked_memory: The limit that `ulimit -l` shows; `resource.RLIM_INFINITY` for no limit.
+        infiniband: Names of InfiniBand and RoCE devices.
     """
 
     driver: str | None = None
@@ -56,7 +58,7 @@ class MachineFacts:
 
 @dataclass(frozen=True)
 class Check:
-    """A line of `doctor`; `problem` empty: as it should be."""
+    """One check as a line of `doctor`; `problem` is empty if nothing is wrong."""
 
     name: str
     found: str
@@ -67,83 +69,91 @@ class Check:
 
 
 def checks(machine: MachineFacts) -> list[Check]:
-    """Return each check in the order in which a start needs it; a CPU needs no CUDA."""
+    """Return all checks of a machine, in the order in which a start needs them; a CPU needs no
+    CUDA."""
     found = [
         Check(
             "open files (ulimit -n)",
             f"{machine.open_files:,}",
-            _below(machine.open_files, LEAST_OPEN_FILES, "raise it: ulimit -n 65536"),
+            _below(machine.open_files, MIN_OPEN_FILES, "raise it: ulimit -n 65536"),
         ),
         Check(
             "shared memory (/dev/shm)",
             f"{machine.shared_memory / _GB:.1f} GB",
             _below(
                 machine.shared_memory,
-                LEAST_SHARED_MEMORY,
-                "Ray and NCCL want 16 GB: mount it larger (containers: --shm-size)",
+                MIN_SHARED_MEMORY,
+                "Ray and NCCL need 16 GB: mount it larger (containers: --shm-size)",
             ),
         ),
         Check(
             "free disk here",
             f"{machine.disk / _GB:.0f} GB",
-            _below(machine.disk, LEAST_DISK, "a checkpoint of a 7B model alone takes 91 GB"),
+            _below(machine.disk, MIN_DISK, "a single checkpoint of a 7B model takes 91 GB"),
         ),
     ]
     if machine.cuda is None:
         return found
-    built = [_driver(machine), _glibc(machine), *_build_tools(machine), _nccl(machine)]
-    return [*built, *_infiniband(machine), *found]
+    for_gpu = [_driver(machine), _glibc(machine), *_build_tools(machine), _nccl(machine)]
+    return [*for_gpu, *_infiniband(machine), *found]
 
 
-def _below(value: float, least: float, remedy: str) -> str:
-    return remedy if value < least else ""
+def _below(value: float, minimum: float, remedy: str) -> str:
+    """Return `remedy` if `value` is below `minimum`, else an empty string."""
+    return remedy if value < minimum else ""
 
 
 def _driver(machine: MachineFacts) -> Check:
     if machine.driver is None:
-        return Check("driver", "not found", "nvidia-smi does not answer; is this a GPU node?")
-    needed = LEAST_DRIVER.get(_numbers(machine.cuda or "")[0], 0)
-    have = _numbers(machine.driver)[0]
-    problem = f"CUDA {machine.cuda} needs {needed} or newer" if have < needed else ""
+        return Check("driver", "not found", "nvidia-smi failed; is this a GPU node?")
+    needed = MIN_DRIVER.get(_numbers(machine.cuda or "")[0], 0)
+    version = _numbers(machine.driver)[0]
+    problem = f"CUDA {machine.cuda} needs {needed} or newer" if version < needed else ""
     return Check("driver", machine.driver, problem)
 
 
 def _glibc(machine: MachineFacts) -> Check:
-    needed = ".".join(map(str, LEAST_GLIBC))
-    old = _numbers(machine.glibc) < LEAST_GLIBC
+    needed = ".".join(map(str, MIN_GLIBC))
+    old = _numbers(machine.glibc) < MIN_GLIBC
     remedy = f"SGLang's kernels need {needed}: use a newer system or launch/Dockerfile"
     return Check("glibc", machine.glibc or "unknown", remedy if old else "")
 
 
 def _build_tools(machine: MachineFacts) -> list[Check]:
-    """Check what Triton, FlashInfer and torch.compile build with at the first call."""
+    """Check the tools with which Triton, FlashInfer and torch.compile build kernels at their first
+    call."""
     header = "found" if machine.python_header else None
     tools = (
         ("nvcc", machine.nvcc, "FlashInfer's kernels cannot be built: load a CUDA module"),
         ("C++ compiler", machine.compiler, "Triton cannot build its launchers: install g++"),
         ("Python.h", header, "Triton needs it: install python3-dev"),
     )
-    return [Check(name, at or "not found", "" if at else remedy) for name, at, remedy in tools]
+    return [
+        Check(name, path or "not found", "" if path else remedy) for name, path, remedy in tools
+    ]
 
 
 def _nccl(machine: MachineFacts) -> Check:
-    """Trainer and engines load the wheel's library; torch was built with one of its own."""
+    """Check that torch was built with the NCCL version of the installed wheel, which all processes
+    load."""
     built, wheel = machine.nccl_torch, machine.nccl_wheel
     found = f"torch built with {built or 'none'}, wheel {wheel or 'none'}"
     same = built is None or wheel is None or _numbers(built)[:2] == _numbers(wheel)[:2]
-    problem = "" if same else "both sides must load one NCCL: reinstall from the lock file"
+    problem = (
+        "" if same else "trainer and engines must use the same NCCL: reinstall from the lock file"
+    )
     return Check("NCCL", found, problem)
 
 
 def _infiniband(machine: MachineFacts) -> list[Check]:
-    """Check the needs of NCCL over InfiniBand. Without libibverbs it silently uses TCP."""
+    """Check what NCCL needs to use InfiniBand; without libibverbs it silently uses TCP."""
     devices = ", ".join(machine.infiniband)
     library = "found" if machine.verbs_library else "not found"
     limit = "unlimited"
     enough = machine.locked_memory == resource.RLIM_INFINITY
     if not enough:
         limit = f"{machine.locked_memory // 1024:,} KiB"
-        enough = machine.locked_memory >= LEAST_LOCKED_MEMORY
+        enough = machine.locked_memory >= MIN_LOCKED_MEMORY
     if not devices:
         return [Check("InfiniBand", f"no device; libibverbs {library}; locked memory {limit}")]
     no_library = f"NCCL uses TCP instead of {devices}: install libibverbs1 (rdma-core)"
@@ -159,11 +169,12 @@ def _infiniband(machine: MachineFacts) -> list[Check]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
+    """Return the numbers in a version string; (0,) if it has none."""
     return tuple(int(part) for part in re.findall(r"\d+", version)) or (0,)
 
 
 def look() -> MachineFacts:
-    """Return what this machine has."""
+    """Collect the facts about this machine."""
     import torch
 
     driver = _line(0, "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -182,7 +193,7 @@ def look() -> MachineFacts:
         infiniband=tuple(sorted(path.name for path in _INFINIBAND.glob("*"))),
         verbs_library=_loads("libibverbs.so.1"),
         shared_memory=_free("/dev/shm"),
-        disk=_free(os.getcwd()),  # noqa: PTH109 - a name, which may be gone
+        disk=_free(os.getcwd()),  # noqa: PTH109 - only a name, whose directory may be deleted
         nccl_torch=".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         nccl_wheel=installed(f"nvidia-nccl-cu{cuda.split('.')[0]}") if cuda else None,
     )
@@ -198,6 +209,7 @@ def _loads(library: str) -> bool:
 
 
 def _free(path: str) -> float:
+    """Return the free bytes of the file system at `path`; 0 if unknown."""
     try:
         return float(shutil.disk_usage(path).free)
     except OSError:
@@ -205,7 +217,7 @@ def _free(path: str) -> float:
 
 
 def installed(distribution: str) -> str | None:
-    """Return the version of a distribution; None where it is missing."""
+    """Return the version of an installed distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -213,7 +225,7 @@ def installed(distribution: str) -> str | None:
 
 
 def _line(number: int, *command: str) -> str | None:
-    """Return a line of what a command prints; None where it fails."""
+    """Run a command and return line `number` of its output; None if the command fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS)
     except (OSError, subprocess.TimeoutExpired):

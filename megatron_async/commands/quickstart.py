@@ -1,7 +1,8 @@
-"""The quickstart: build a small model, fine-tune it, train it by RL, evaluate on the way.
+"""`megatron-async quickstart`: builds a small model, fine-tunes it, trains it by RL, and evaluates
+it.
 
-Every stage is the same code that a large run uses (`run_sft`, `evaluate_checkpoints`,
-`supervise`); this module only puts them in a row and adds up the times.
+Every stage uses the same code as a large run (`run_sft`, `evaluate_checkpoints`, `supervise`); this
+module only calls the stages one after the other and measures their times.
 """
 
 import time
@@ -24,12 +25,17 @@ from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.summary import summarize
 
-# Random weights use the longest response for each answer, and none is right: a few show that.
+# A model with random weights generates responses of maximal length, and none is right; a few
+# prompts are enough to show that.
 _PROMPTS_BEFORE_SFT = 64
 
 
 def quick_dtype(config: RunConfig) -> str:
-    """bfloat16 on a processor that multiplies it, about twice as fast as the float32 of `auto`."""
+    """Return bfloat16 if `model.dtype` is auto and this CPU multiplies bfloat16; else
+    `model.dtype`.
+
+    On such a CPU bfloat16 is about twice as fast as float32, which `auto` would choose.
+    """
     found = torch.cpu.get_capabilities()
     quick = found.get("avx512_bf16", False) or found.get("amx_bf16", False)
     on_cpu = config.model.dtype == "auto" and not torch.cuda.is_available()
@@ -37,7 +43,12 @@ def quick_dtype(config: RunConfig) -> str:
 
 
 def quickstart(config: RunConfig) -> None:
-    """All stages into one new run directory. Raises UserError or ComponentFailure."""
+    """Run all stages of the quickstart in one new run directory.
+
+    Raises:
+        UserError: Bad input.
+        ComponentFailure: A stage failed.
+    """
     check_one_machine(config)
     check_probe_tolerance(config)
     config = derive(config, Machine.here(config)).config
@@ -61,7 +72,7 @@ def _run_in(directory: RunDirectory, config: RunConfig, devices: DeviceSplit) ->
     build_tiny_model(initial, seed=config.seed)
     check_run(config.with_section("model", path=str(initial)))
     console.print("2/4 held-out accuracy before fine-tuning")
-    with timed("evaluation before SFT, engine start included"):
+    with timed("evaluation before SFT, including the engine's start"):
         prompts = min(_PROMPTS_BEFORE_SFT, config.eval.prompts)
         few = config.with_section("eval", prompts=prompts)
         (before,) = evaluate_checkpoints(few, [initial], directory.logs, lambda *_: None)
@@ -74,7 +85,7 @@ def _run_in(directory: RunDirectory, config: RunConfig, devices: DeviceSplit) ->
     console.print("4/4 reinforcement learning")
     rl = config.with_section("model", path=str(tuned))
     directory.save_config(rl)
-    with timed("RL in all, start of engine and trainers included"):
+    with timed("RL in total, including the start of engine and trainers"):
         supervise(rl, directory, devices)
     summary = summarize(directory)
     console.print(

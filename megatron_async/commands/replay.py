@@ -1,11 +1,13 @@
-"""`megatron-async replay RUN_DIR`: recorded scheduler events, fed to today's scheduler.
+"""`megatron-async replay RUN_DIR`: feeds recorded scheduler events to the current scheduler.
 
 Invariants
-- What the scheduler raises is shown with its traceback, at its event, and ends nothing else.
-- Nothing is written; a run that is still going on may be replayed up to its last complete line.
-- Every lineage of the run is replayed by itself, as it was recorded; each restart of the rollout
-  manager within a lineage began a record of its own, and a long record has several files
-  (`scheduler.record`). Each file is replayed by itself, from its snapshot if it has one.
+- An error that the scheduler raises is shown with its traceback at the event that caused it, and
+  does not end the command.
+- Nothing is written. A run that still continues can be replayed up to its last complete line.
+- Each lineage (one start of the trainer) is replayed separately, as it was recorded. Each restart
+  of the rollout manager within a lineage started a new record, and a long record consists of
+  several files (`scheduler.record`). Each file is replayed separately, from its snapshot if it has
+  one.
 """
 
 import traceback
@@ -31,7 +33,7 @@ from megatron_async.scheduler.record import (
 
 @dataclass
 class Timeline:
-    """Watches exchanges; one line for each batch and each thing out of the ordinary."""
+    """Collects a line for each batch and each unusual event of a replay."""
 
     lines: list[str] = field(default_factory=list)
     events: int = 0
@@ -40,81 +42,95 @@ class Timeline:
     _tokens: int = 0
 
     def watch(self, exchange: Exchange) -> None:
-        """Take one exchange."""
+        """Count one exchange (an event and the scheduler's actions) and add its lines to the
+        timeline."""
         self.events += 1
-        for thing in (exchange.event, *exchange.actions):
-            self._counts[type(thing).__name__] += 1
-            if note := self._note(thing, exchange.event):
+        for item in (exchange.event, *exchange.actions):
+            self._counts[type(item).__name__] += 1
+            if note := self._note(item, exchange.event):
                 self.lines.append(f"{exchange.index:>9}  {note}")
 
     def saw_raise(self, exchange: Exchange, error: Exception) -> None:
-        """Take what today's scheduler raised at an exchange."""
+        """Note an error, with its traceback, that the current scheduler raised at an exchange."""
         text = "".join(traceback.format_exception(error)).rstrip()
-        self.raised.append(f"event {exchange.index} ({exchange.event}) makes it raise\n{text}")
+        self.raised.append(
+            f"event {exchange.index} ({exchange.event}) makes the scheduler raise\n{text}"
+        )
 
-    def _note(self, thing: ev.Event | RecordedAction, event: ev.Event) -> str | None:
-        """Count tokens; return the line about an event, or about an action that follows `event`."""
-        match thing:
+    def _note(self, item: ev.Event | RecordedAction, event: ev.Event) -> str | None:
+        """Count an event or an action of `event`; return its line in the timeline, or None."""
+        match item:
             case ev.TokensArrived():
-                self._tokens += thing.count
+                self._tokens += item.count
             case ev.ManyAborted():
-                self._counts["Aborted"] += len(thing.requests)
-                self._tokens += sum(sum(request[1::2]) for request in thing.requests)
+                self._counts["Aborted"] += len(item.requests)
+                self._tokens += sum(sum(request[1::2]) for request in item.requests)
             case ev.EngineUp():
-                return f"engine {thing.engine_id} up with {thing.version}"
+                return f"engine {item.engine_id} up with {item.version}"
             case ev.EnginesUp():
-                names = ", ".join(engine.engine_id for engine in thing.engines)
-                return f"engines {names} up with {thing.engines[0].version}"
+                names = ", ".join(engine.engine_id for engine in item.engines)
+                return f"engines {names} up with {item.engines[0].version}"
             case ev.EngineDown():
-                return f"engine {thing.engine_id} down"
+                return f"engine {item.engine_id} down"
             case ev.UpdateRequested():
-                return f"update {thing.number} requested"
+                return f"update {item.number} requested"
             case ev.WeightsPublished():
-                return f"version {thing.version} published"
+                return f"version {item.version} published"
             case ev.BatchTaken():
-                return f"batch {thing.step} taken by the trainer"
+                return f"batch {item.step} fetched by the trainer"
             case ev.EmitBatch():
                 counts, self._counts = self._counts, Counter()
                 tokens, self._tokens = self._tokens, 0
                 return (
-                    f"batch {thing.step} emitted: {len(thing.group_ids)} groups; since the last "
-                    f"one {tokens} tokens, {counts['Submit']} submitted, {counts['Finished']} "
+                    f"batch {item.step} emitted: {len(item.group_ids)} groups; since the last "
+                    f"batch {tokens} tokens, {counts['Submit']} submitted, {counts['Finished']} "
                     f"finished, {counts['Aborted']} aborted, {counts['Drop']} dropped, "
                     f"{counts['Restart']} restarted"
                 )
             case Raised():
-                return f"{event}: the scheduler raised {thing.error}"
+                return f"{event}: the scheduler raised {item.error}"
             case ev.Warn():
-                return f"{thing.name}: {thing.message}"
+                return f"{item.name}: {item.message}"
         return None
 
 
 def records_of(run_directory: Path, lineage: int | None) -> list[Path]:
-    """Record files, oldest lineage first. Raises UserError when there is none."""
+    """Return the record files of a run, oldest lineage first; with `lineage`, only those of that
+    lineage.
+
+    Raises:
+        UserError: There are no records.
+    """
     directory = RunDirectory(run_directory).events
     found = record_files(directory)
     known = sorted({key.lineage for key in found})
     if lineage is not None:
         if lineage not in known:
-            raise UserError(f"--lineage {lineage}: {directory} has lineages {known or 'none'}")
+            raise UserError(
+                f"--lineage is {lineage}, but {directory} has the lineages {known or 'none'}"
+            )
         return [path for key, path in found.items() if key.lineage == lineage]
     if not found:
         raise UserError(
-            f"{run_directory} has no recorded events (events/*.jsonl): the run needs "
+            f"{run_directory} has no recorded events (events/*.jsonl), which require "
             "telemetry.record_events true"
         )
     return list(found.values())
 
 
 def replay_command(run_directory: Path, lineage: int | None, timeline: bool) -> None:
-    """Print a timeline and the outcome of each lineage. Raises ComponentFailure at a difference."""
+    """Replay each record and print its outcome, with `timeline` also what happened.
+
+    Raises:
+        ComponentFailure: The current scheduler acts differently from a record.
+    """
     differs: Divergence | None = None
     for path in records_of(run_directory, lineage):
         if not path.exists():
-            typer.echo(f"{path}: removed meanwhile, for what the run records now")
+            typer.echo(f"{path}: removed by the run meanwhile, to limit its records")
             continue
         if not path.stat().st_size:
-            typer.echo(f"{path}: empty, as its manager ended before it could write")
+            typer.echo(f"{path}: empty, because its manager ended before it could write")
             continue
         seen = Timeline()
         before = read_record(path)[0].events_before
@@ -122,13 +138,13 @@ def replay_command(run_directory: Path, lineage: int | None, timeline: bool) -> 
             typer.echo(f"{path}: from a snapshot after {before} events")
         found = replay(path, watch=seen.watch, raised=seen.saw_raise)
         if timeline:
-            typer.echo(f"{path}: event index, what happened")
+            typer.echo(f"{path}: event index, description")
             for line in seen.lines:
                 typer.echo(line)
-        for what in seen.raised:
-            typer.echo(f"{path}: {what}")
+        for error in seen.raised:
+            typer.echo(f"{path}: {error}")
         if found is None:
-            also = f", {len(seen.raised)} of which raised then too" if seen.raised else ""
+            also = f"; {len(seen.raised)} of them raised the same error" if seen.raised else ""
             typer.echo(f"{path}: same actions for {seen.events} events{also}")
         else:
             typer.echo(f"{path}: {found}")

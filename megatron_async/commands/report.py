@@ -1,4 +1,4 @@
-"""`megatron-async report`: the closing table of a run, and its page in HTML."""
+"""`megatron-async report`: prints the closing table of a run and writes its HTML page."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,9 +21,16 @@ def closing_table(
     before_sft: EvalResult | None = None,
     extra_phases: Sequence[tuple[str, float]] = (),
 ) -> Table:
-    """Summarize the run in a table; `extra_phases` are (name, seconds) outside of RL."""
+    """Return a table that summarizes the run.
+
+    Args:
+        summary: Totals of the run.
+        directory: The run directory.
+        before_sft: Evaluation of the model before fine-tuning; None for runs without that stage.
+        extra_phases: Name and seconds of each stage outside of RL.
+    """
     table = Table(title=f"run {directory.path.name}", show_header=False, title_justify="left")
-    table.add_column("what")
+    table.add_column("name")
     table.add_column("value", justify="right")
 
     if before_sft is not None:
@@ -40,22 +47,29 @@ def closing_table(
 
 
 def where_things_are(directory: RunDirectory) -> str:
-    """List the paths of TensorBoard logs, metrics and exported checkpoint, as far as they exist."""
-    here = Path.cwd()
-    places = (
+    """Return lines with the paths of TensorBoard logs, metrics and exported checkpoint that
+    exist."""
+    current = Path.cwd()
+    results = (
         ("TensorBoard  tensorboard --logdir {}", directory.tensorboard),
         ("metrics      {}", directory.metrics_file),
         ("checkpoint   {} (Hugging Face format)", directory.hf_export),
     )
     return "\n".join(
-        line.format(path.relative_to(here) if path.is_relative_to(here) else path)
-        for line, path in places
+        line.format(path.relative_to(current) if path.is_relative_to(current) else path)
+        for line, path in results
         if path.exists()
     )
 
 
 def write_report(runs: Sequence[Path], out: Path | None) -> Path:
-    """The page about `runs`, in the first one's directory unless `out` is given. UserError."""
+    """Write one HTML page about `runs` and return its path.
+
+    `out` is the page's file; None means report.html in the directory of the first run.
+
+    Raises:
+        UserError: A run cannot be read, or the page cannot be written.
+    """
     from megatron_async.report.data import read_run
     from megatron_async.report.page import report_page
 
@@ -64,19 +78,19 @@ def write_report(runs: Sequence[Path], out: Path | None) -> Path:
     try:
         write_atomically(file, page)
     except CannotWrite as error:
-        raise UserError(f"--out {file}: {error}" if out else str(error)) from error
+        raise UserError(f"--out is {file}: {error}" if out else str(error)) from error
     return file
 
 
 def report_command(runs: Sequence[Path], out: Path | None) -> None:
-    """Print the closing table of each run, and where the page is."""
+    """Print the closing table of each run, write the report page, and print its path."""
     for run in runs:
         show_closing(RunDirectory.find(run, [])[0])
     Console(soft_wrap=True).print(f"report       {write_report(runs, out)}", highlight=False)
 
 
 def show_closing(directory: RunDirectory) -> None:
-    """The closing table, and where things are."""
+    """Print the closing table of a run and the paths of its results."""
     console = Console(soft_wrap=True)
     console.print(closing_table(summarize(directory), directory))
     console.print(where_things_are(directory), highlight=False)

@@ -1,4 +1,4 @@
-"""`megatron-async reward`: a reward tried on responses of a file, without a run."""
+"""`megatron-async reward`: scores the responses of a file as a run would, without a run."""
 
 import asyncio
 import re
@@ -19,18 +19,25 @@ from megatron_async.tasks.rows import open_rows
 
 
 def reward_command(config_file: Path, overrides: Sequence[str], responses: Path) -> None:
-    """Print each response's score, parts, failures and time; then what the scorers have logged.
+    """Print the score of each response with components, failures and time, then the scorers' log.
 
-    Raises UserError, for a bad line before anything is scored; Exit 1 when a score has failed.
+    Args:
+        config_file: YAML file with the reward's settings.
+        overrides: Settings that replace those of the file.
+        responses: File with a row for each problem and its responses.
+
+    Raises:
+        UserError: A row is not valid; raised before anything is scored.
+        typer.Exit: With code 1, if a score failed.
     """
     config = load_config(config_file, overrides)
-    places, jobs = zip(*_read(config, responses), strict=True)
+    lines, jobs = zip(*_read(config, responses), strict=True)
     with private_directory() as logs:
         found = asyncio.run(scored(config.scorers.logging_to(logs), jobs))
         logged = "".join(file.read_text(errors="replace") for file in logs.iterdir())
-    for place, scores in zip(places, found, strict=True):
+    for line, scores in zip(lines, found, strict=True):
         for score in scores:
-            typer.echo(f"{place}: {_described(score)}")
+            typer.echo(f"{line}: {_described(score)}")
     every = [score for scores in found for score in scores]
     mean = sum(score.reward or 0.0 for score in every) / len(every)
     failed = sum(bool(score.failures) for score in every)
@@ -43,18 +50,21 @@ def reward_command(config_file: Path, overrides: Sequence[str], responses: Path)
 def _read(
     config: RunConfig, file: Path
 ) -> Iterator[tuple[str, tuple[Mapping[str, Any], Sequence[str]]]]:
-    """Yield the place of each line, its problem's payload and the responses to it."""
+    """Yield for each row its line number in words, and its problem's payload with the responses to
+    it."""
     rows = open_rows(str(file), "", "--responses")
     data, source = config.task.files()[0], None
     columns = Columns.of(data.layout, data.columns, config.task.prompt_template)
     for number, row in enumerate(rows):
         if isinstance(row, UserError):
             raise row
-        where, given, index = rows.where(number), row.pop("response", None), row.get("index")
-        texts = given if isinstance(given, list) else [given]
+        where, response, index = rows.where(number), row.pop("response", None), row.get("index")
+        texts = response if isinstance(response, list) else [response]
         if not texts or not all(isinstance(text, str) for text in texts):
-            what = "a text, or a list of those to one prompt"
-            raise UserError(f"{where}: `response` must be {what}, got {short_repr(given)}")
+            raise UserError(
+                f"{where}: `response` must be a text, or a list of texts to the same prompt, got "
+                f"{short_repr(response)}"
+            )
         if row.keys() != {"index"}:
             problem = columns.problem(row, where)
         elif type(index) is int and index >= 0:
@@ -62,13 +72,14 @@ def _read(
             problem = source.train(index)
         else:
             raise UserError(
-                f"{where}: `index` must be a whole number from 0, got {short_repr(index)}"
+                f"{where}: `index` must be an integer of at least 0, got {short_repr(index)}"
             )
         yield f"line {re.split(':|, row ', where)[-1]}", (problem.payload, texts)
 
 
 def _described(score: ResponseScore) -> str:
+    """Format a response's score with its components, time and failures."""
     reward = "no score" if score.reward is None else f"{score.reward:.4g}"
-    parts = ", ".join(f"{name} {value:.4g}" for name, value in score.detail.items())
-    text = f"{reward}{f' ({parts})' if parts else ''}, {score.seconds:.3f} s"
+    components = ", ".join(f"{name} {value:.4g}" for name, value in score.detail.items())
+    text = f"{reward}{f' ({components})' if components else ''}, {score.seconds:.3f} s"
     return "\n    ".join([text, *score.failures])

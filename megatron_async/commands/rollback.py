@@ -1,15 +1,16 @@
-"""Going back: a run goes on from an older checkpoint that it keeps (`--resume RUN --from-step N`).
+"""Returns a run to an older checkpoint (`--resume RUN --from-step N`).
 
-Every process of a run goes on from the newest checkpoint that it finds. So going back is to take
-the newer ones out of its sight, once, before anything starts: they get another name and stay there,
-unless a resume on one machine fails before it has begun, or Slurm refuses the job of one.
+Every process of a run resumes from the newest checkpoint that it finds. So a rollback renames the
+newer checkpoints once, before anything starts. They stay under their new names, unless a resume on
+one machine fails before it starts, or Slurm refuses its job; then the old names are restored.
 
 Invariants
-- Everything that can be refused is refused before the first name changes.
-- The newest goes first, each durably before the next. A crash or a power loss in between leaves a
-  run that goes on from one of its checkpoints, and the same command goes on with the rest.
-- What the abandoned steps had trained is scored again by the line that a resume begins: nothing
-  here touches the store.
+- Everything that can be refused is refused before the first checkpoint is renamed.
+- The newest checkpoint is renamed first, and each rename is durable before the next. A crash or
+  power loss in between leaves a run that resumes from one of its checkpoints; the same command then
+  renames the others.
+- The store is not touched here. Trajectories that the abandoned steps had trained on are available
+  again in the lineage that the resume starts.
 """
 
 from collections.abc import Sequence
@@ -33,35 +34,48 @@ from megatron_async.store.state import check_serves
 
 @dataclass(frozen=True)
 class Rollback:
-    """The checkpoint to go on from, and the directories of newer ones with their new names.
+    """The checkpoint to return to, and the paths of newer checkpoints with their new names.
 
-    `newer`: newest first, after those whose manifest is damaged.
+    `newer` lists the damaged checkpoints first, then the others from the newest on.
     """
 
     target: Checkpoint
     newer: tuple[tuple[Path, Path], ...]
 
     def carry_out(self) -> list[Path]:
-        """Set the newer ones aside; returns where they are now. Raises UserError."""
-        return [_set_aside(*names) for names in self.newer]
+        """Rename the newer checkpoints and return their new paths.
+
+        Raises:
+            UserError: A checkpoint cannot be renamed.
+        """
+        return [_rename_durably(*names) for names in self.newer]
 
     def undo(self) -> None:
-        """Bring back what was set aside, of a resume that did not begin. Raises UserError."""
-        for path, place in reversed(self.newer):
-            if place.exists():
-                _set_aside(place, path)
+        """Give renamed checkpoints their old names again, after a resume that did not start.
+
+        Raises:
+            UserError: A checkpoint cannot be renamed.
+        """
+        for path, renamed in reversed(self.newer):
+            if renamed.exists():
+                _rename_durably(renamed, path)
 
 
 def rollback_to(directory: RunDirectory, step: int) -> Rollback:
-    """Changes nothing. Raises UserError when the run cannot go on from `step`."""
+    """Check that a run can return to the checkpoint of `step`; return the renames, without making
+    them.
+
+    Raises:
+        UserError: The run has no such checkpoint, or cannot resume from it.
+    """
     kept = list_checkpoints(directory.checkpoints)
-    place = next((i for i, checkpoint in enumerate(kept) if checkpoint.step == step), None)
-    if place is None:
+    index = next((i for i, checkpoint in enumerate(kept) if checkpoint.step == step), None)
+    if index is None:
         raise UserError(
-            f"--from-step is {step}, and {directory.path} keeps no checkpoint of that step; "
-            f"it keeps {_steps(kept)}"
+            f"--from-step is {step}, but {directory.path} has no checkpoint of that step; it has "
+            f"{_steps(kept)}"
         )
-    target = open_checkpoint(kept[place].path)
+    target = open_checkpoint(kept[index].path)
     check_not_in_use(directory.store_file)
     with closing(StoreReader(directory.store_file)) as reader:
         content = reader.content()
@@ -71,32 +85,39 @@ def rollback_to(directory: RunDirectory, step: int) -> Rollback:
         for path in damaged_after(directory.checkpoints, step)
     }
     newer = {
-        one.path: one.path.with_name(f"abandoned_{one.manifest.version}") for one in kept[:place]
+        checkpoint.path: checkpoint.path.with_name(f"abandoned_{checkpoint.manifest.version}")
+        for checkpoint in kept[:index]
     }
     moves = tuple((damaged | newer).items())
-    for path, taken in moves:
-        if taken.exists():
+    for path, new in moves:
+        if new.exists():
             raise UserError(
-                f"--from-step is {step}, and checkpoint {path} cannot be set aside: {taken} exists "
-                "already"
+                f"--from-step is {step}, but checkpoint {path} cannot be renamed: {new} already "
+                "exists"
             )
     return Rollback(target, moves)
 
 
 def _steps(kept: Sequence[Checkpoint]) -> str:
+    """Format the steps of checkpoints for a message, such as "steps 2, 4"."""
     steps = sorted(checkpoint.step for checkpoint in kept)
     if not steps:
         return "none"
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
 
 
-def _set_aside(path: Path, place: Path) -> Path:
+def _rename_durably(path: Path, new: Path) -> Path:
+    """Rename the checkpoint `path` to `new` durably and return `new`.
+
+    Raises:
+        UserError: The checkpoint cannot be renamed.
+    """
     try:
-        path.rename(place)
-        # else a power loss may bring it back, and a plain resume would go on from it
-        force_to_disk(place.parent)
-        return place
+        path.rename(new)
+        # Otherwise a power loss could restore the old name, and a resume would use the checkpoint.
+        force_to_disk(new.parent)
+        return new
     except OSError as error:
         raise UserError(
-            f"checkpoint {path} cannot be set aside as {place}: {error.strerror}"
+            f"checkpoint {path} cannot be renamed to {new}: {error.strerror}"
         ) from error

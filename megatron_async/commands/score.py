@@ -1,4 +1,5 @@
-"""`megatron-async score`: log-probs of given tokens by the trainer's model, at any layout."""
+"""`megatron-async score`: computes log-probs of given tokens with the trainer's model, at any
+layout."""
 
 import shutil
 from collections.abc import Sequence
@@ -23,13 +24,26 @@ def score_command(
     session: str | None,
     index: int,
 ) -> None:
-    """Score here, or as node `index` of `session`. Raises UserError or ComponentFailure."""
+    """Compute log-probs of the rows in `data` and write them to `out`.
+
+    Args:
+        config_file: YAML file with the settings.
+        overrides: Settings that replace those of the file.
+        data: Rows of tokens.
+        out: New safetensors file.
+        session: Session that connects several nodes; None on one machine.
+        index: Index of this node in the session.
+
+    Raises:
+        UserError: Bad input.
+        ComponentFailure: A rank failed.
+    """
     config = load_config(config_file, overrides)
     check_session(config, session, index)
     architecture = check_policy(config, tokenizer=False)
     check_trainer_here(config)
     if out.exists():
-        raise UserError(f"--out {out} exists: remove it, or name another file")
+        raise UserError(f"--out is {out}, which already exists. Remove it, or name another file.")
     count = sum(1 for _ in read_sequences(data, architecture.vocab_size))
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -43,4 +57,4 @@ def score_command(
     if session is None:  # other nodes may still write their logs
         shutil.rmtree(directory.path)
     if index == 0:
-        typer.echo(f"log-probs of {count:,} sequences in {out}")
+        typer.echo(f"wrote the log-probs of {count:,} sequences to {out}")

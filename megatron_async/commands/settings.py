@@ -1,6 +1,9 @@
-"""`megatron-async settings [SECTION] [--of FILE]`: what can be set, and what a run of a file
-would use here: settings that nobody has set follow from the machine (`launcher.derived`) and the
-data (`launcher.preflight`)."""
+"""`megatron-async settings [SECTION] [--of FILE]`: prints settings and their values in a file.
+
+With a file, it prints the values that a run of the file would use on this machine: settings that
+nobody has set are derived from the machine (`launcher.derived`) and the data
+(`launcher.preflight`).
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,30 +21,34 @@ from megatron_async.launcher.preflight import check_run_leniently
 
 
 def settings_command(section: str, file: Path | None, overrides: Sequence[str]) -> None:
-    """Print the settings of a section (of all), with the values of `file`. Raises UserError."""
+    """Print the settings of a section, or of all sections, with their values in `file` if given.
+
+    Raises:
+        UserError: There is no such section or setting, or the file is not valid.
+    """
     every = sections_with(build_config({}).model_dump())
-    wanted = [
-        (part, shown)
-        for part in every
-        if (shown := [s for s in part.settings if _within(s.name, section)])
+    chosen = [
+        (group, matching)
+        for group in every
+        if (matching := [s for s in group.settings if _within(s.name, section)])
     ]
-    if not wanted:
-        sections = ", ".join(dict.fromkeys(part.name.split(".")[0] for part in every[1:]))
+    if not chosen:
+        sections = ", ".join(dict.fromkeys(group.name.split(".")[0] for group in every[1:]))
         near = did_you_mean(section) or f"; the sections are {sections}"
-        raise UserError(f"there is no section or setting {section!r}{near}")
+        raise UserError(f"no section or setting is named {section!r}{near}")
     checked, dumped = None, None
     if file is not None:
         config = load_config(file, overrides)
         checked = check_run_leniently(derive(config, Machine.here(config)).config)
         dumped = checked.config.model_dump(mode="json")
     console = Console(soft_wrap=False)
-    for part, shown in wanted:
+    for group, matching in chosen:
         console.print(
-            Text(part.name or "top level", style="bold"), Text(part.description), sep="\n"
+            Text(group.name or "top level", style="bold"), Text(group.description), sep="\n"
         )
-        for setting in shown:
-            apart = part.of_items or part.name.startswith("simulate")
-            console.print(_head(setting, None if apart else dumped), highlight=False)
+        for setting in matching:
+            without_value = group.of_items or group.name.startswith("simulate")
+            console.print(_head(setting, None if without_value else dumped), highlight=False)
             console.print(Padding(Text(setting.description), (0, 0, 0, 6)))
         typer.echo()
     for notice in checked.notices if checked is not None else ():
@@ -49,11 +56,14 @@ def settings_command(section: str, file: Path | None, overrides: Sequence[str]) 
 
 
 def _within(name: str, section: str) -> bool:
+    """Return whether the setting `name` is `section` or belongs to it; an empty section has all
+    settings."""
     return not section or name == section or name.startswith((f"{section}.", f"{section}[]."))
 
 
 def _head(setting: Setting, dumped: dict[str, object] | None) -> Text:
-    """`name  type  default, range`, and the value in the file."""
+    """Return a setting's name, type, range and default and, with `dumped`, its value in the
+    file."""
     limits = f" ({setting.range})" if setting.range else ""
     text = Text.assemble(
         "  ",

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the same Megatron trainer on worked answers."""
+"""`megatron-async sft`: supervised fine-tuning on worked answers with the same Megatron trainer."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,8 +26,22 @@ def sft_command(
     index: int,
     teacher: str | None = None,
 ) -> None:
-    """Fine-tune here, or as node `index` of `session`. Raises UserError or ComponentFailure."""
-    from megatron_async.commands.teacher import (  # not for every rank
+    """Fine-tune on this machine, or as node `index` of a session over several machines.
+
+    Args:
+        config_file: YAML file with the settings.
+        overrides: Settings that replace those of the file.
+        out: Directory for the exported model; None for the run directory.
+        session: Session that connects several nodes; None on one machine.
+        index: Index of this node in the session.
+        teacher: Address or path of a teacher whose answers are the training data; None to use the
+            worked answers of the task.
+
+    Raises:
+        UserError: Bad input.
+        ComponentFailure: A rank failed.
+    """
+    from megatron_async.commands.teacher import (  # imported here, because few runs need it
         check_teacher,
         sample_from_teacher,
     )
@@ -36,8 +50,8 @@ def sft_command(
     check_session(config, session, index)
     if session is not None and teacher is not None:
         raise UserError(
-            f"--from-teacher {teacher} cannot be combined with --session: sample on one machine, "
-            "then set sft.data to the teacher.jsonl of its run directory"
+            f"--from-teacher {teacher} cannot be combined with --session. Sample on one machine, "
+            "then set sft.data to the teacher.jsonl of its run directory."
         )
     if teacher is not None:
         check_teacher(config, teacher)
@@ -49,7 +63,7 @@ def sft_command(
     check_trainer_here(config)
     out = out or RunDirectory.of(config).hf_export
     if out.exists() and any(out.iterdir()):
-        raise UserError(f"--out {out} exists and is not empty")
+        raise UserError(f"--out is {out}, which exists and is not empty. Name another directory.")
     with directory_of(config, SFT, session, index) as (directory, node):
         if teacher is not None:
             config = sample_from_teacher(config, directory, teacher)
@@ -59,11 +73,12 @@ def sft_command(
             directory.save_config(config)
         run_sft(config, directory, out, node)
     if index == 0:
-        typer.echo(f"checkpoint in {out}; to go on from it: train with model.path={out}")
+        typer.echo(f"wrote a checkpoint to {out}. To train it further, set model.path={out}.")
 
 
 def own_name(config: RunConfig) -> RunConfig:
-    """The settings under NAME-sft, so that `train` with the same file finds its name free."""
+    """Return the settings with "-sft" added to the run's name, which leaves the name free for
+    `train`."""
     name = config.name
     return config.model_copy(update={"name": name if name.endswith("sft") else f"{name}-sft"})
 
@@ -71,6 +86,6 @@ def own_name(config: RunConfig) -> RunConfig:
 def run_sft(
     config: RunConfig, directory: RunDirectory, destination: Path, node: TrainerNode | None = None
 ) -> None:
-    """Train, and leave a Hugging Face directory at `destination`."""
+    """Run the trainer ranks of fine-tuning, which export a Hugging Face model to `destination`."""
     module = "megatron_async.train_loop.sft_rank"
     RankJob("sft", module, (str(destination),), config.sft.batches).run(config, directory, node)

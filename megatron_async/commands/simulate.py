@@ -1,4 +1,4 @@
-"""Output of `megatron-async simulate`, `fit-lengths` and `plan`."""
+"""`megatron-async simulate`, `fit-lengths` and `plan`: run the simulator and print its results."""
 
 import time
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from megatron_async.simulate.show import check_plot, comments, label, plot, tabl
 from megatron_async.simulate.sweep import Point, run_points, sweep_points
 
 _WIDTH = 220
-"""Columns of a table with --wide."""
+"""Width of a table in columns, with --wide."""
 
 
 def simulate_command(
@@ -32,7 +32,11 @@ def simulate_command(
     wide: bool = False,
     all_assumptions: bool = False,
 ) -> None:
-    """Simulate, print the table, what was noticed and what was assumed. Raises UserError."""
+    """Simulate each point of the sweeps; print a table of results, comments and assumptions.
+
+    Raises:
+        UserError: Bad input, or no point can be simulated.
+    """
     check_plot(plot_file)
     settings = read_settings(config, overrides)
     points = sweep_points(sweeps, _names(presets))
@@ -52,14 +56,19 @@ def simulate_command(
     _print_assumptions(console, [(label(point), point.config) for point in done], all_assumptions)
     if plot_file is not None:
         plot(done, plot_file)
-        console.print(f"plot in {plot_file}")
+        console.print(f"wrote the plot to {plot_file}")
     if failed:
         where, error = failed[0]
-        raise type(error)(f"{where}: {error} ({len(done)} of {len(points)} points are above)")
+        raise type(error)(
+            f"{where}: {error} (results of {len(done)} of {len(points)} points are printed above)"
+        )
 
 
 def figures_command(config: Path, overrides: Sequence[str]) -> None:
-    """Print what the run takes on nodes of `simulate.gpu`: the header of a shipped file."""
+    """Print the memory, disk space and times of a run on nodes with `simulate.gpu`.
+
+    The headers of the shipped configuration files are this output.
+    """
     settings = load_simulation(config, overrides)
     per_node = settings.simulate.gpus_per_node
     nodes = Cluster(per_node, None, "0").rollout_nodes(settings)
@@ -69,7 +78,12 @@ def figures_command(config: Path, overrides: Sequence[str]) -> None:
 
 
 def fit_command(file: Path, cut: int | None) -> None:
-    """Fit recorded lengths, print what came out and how to use it. Raises UserError."""
+    """Fit distributions to recorded lengths; print the fits and the settings that use the better
+    one.
+
+    Raises:
+        UserError: The file has no usable lengths.
+    """
     sample = read_recorded(file, "FILE")
     if cut is not None:
         sample = sample.cut_at(cut)
@@ -77,7 +91,8 @@ def fit_command(file: Path, cut: int | None) -> None:
     censored = int(sample.censored.sum())
     typer.echo(
         f"{len(sample.lengths)} responses of {sample.lengths.min():.0f} to "
-        f"{sample.lengths.max():.0f} tokens; {censored} would have been longer (cut or unfinished)"
+        f"{sample.lengths.max():.0f} tokens; {censored} of them would have been longer (cut or "
+        "unfinished)"
     )
     for fit in fits:
         values = ", ".join(f"{name} {value:.5g}" for name, value in fit.settings.items())
@@ -85,7 +100,7 @@ def fit_command(file: Path, cut: int | None) -> None:
             f"{fit.distribution}: {values}; log-likelihood {fit.log_likelihood:.1f}, largest "
             f"difference of the distribution functions {fit.distance:.3f}"
         )
-    typer.echo("the likelier one, for `megatron-async simulate` (or `plan`):")
+    typer.echo("settings of the likelier distribution, for `megatron-async simulate` (or `plan`):")
     best = {"distribution": fits[0].distribution}
     best |= {name: f"{value:.5g}" for name, value in fits[0].settings.items()}
     typer.echo("  " + " ".join(f"--set simulate.lengths.{k}={v}" for k, v in best.items()))
@@ -99,39 +114,44 @@ def plan_command(
     wide: bool = False,
     all_assumptions: bool = False,
 ) -> None:
-    """Search, simulate the best plans, print them and what was assumed. Raises UserError."""
+    """Search for good plans, simulate the best of them, and print them with the assumptions.
+
+    Raises:
+        UserError: Bad input, or no plan fits.
+    """
     plan = make_plan(read_settings(config, overrides), top, _names(presets))
     best = plan.candidates[0]
     console = Console(width=_WIDTH) if wide else Console()
     console.print(plan_table(plan, wide=wide))
     if any(candidate.refused for candidate in plan.candidates):
-        console.print("* A run refuses engines that share GPUs over several nodes today.")
+        console.print("* A run does not support engines that share GPUs over several nodes yet.")
     for line in plan.unusable:
         console.print(f"not compared: {line}", highlight=False)
     if len({c.config.schedule.preset for c in plan.candidates}) == 1:
-        console.print("To compare it with the other schedules: --presets all")
+        console.print("To compare with other schedules: --presets all")
     if plan.accepted:
-        console.print(f"The nearest that a run accepts: {plan.accepted}", highlight=False)
-    console.print("Settings of the best plan, to merge into the file of a run:\n")
+        console.print(f"The nearest plan that a run accepts: {plan.accepted}", highlight=False)
+    console.print("Settings of the best plan, to be merged into the file of a run:\n")
     console.print(plan_yaml(best), highlight=False, soft_wrap=True)
     _print_assumptions(console, [("best plan", best.config)], all_assumptions)
 
 
 def _names(text: str) -> list[str]:
+    """Split a comma-separated list into names."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _print_assumptions(
     console: Console, points: Sequence[tuple[str, SimulationConfig]], everything: bool
 ) -> None:
-    """Print the three assumptions that change the results most, or all of them."""
+    """Print the three assumptions that change the results most; with `everything`, all of them."""
     _, config = points[0]
-    console.print("Assumed; these three change the results most:")
+    console.print("The three assumptions that change the results most:")
     for line in main_assumptions(config):
         console.print(f"- {line}", highlight=False)
     if not everything:
-        console.print("All others: --assumptions")
+        console.print("To print all assumptions: --assumptions")
         return
-    console.print("All figures and assumptions:")
+    console.print("All assumptions:")
     for line in assumptions_of_all(points):
         console.print(f"- {line}", highlight=False)

@@ -1,8 +1,10 @@
-"""Worked answers from a teacher: sampled for each training problem, scored, the right ones kept.
+"""`megatron-async sft --from-teacher`: samples answers from a teacher and keeps those that are
+right.
 
-`megatron-async sft --from-teacher URL|MODEL`. A URL is an OpenAI-compatible endpoint, a MODEL a
-Hugging Face directory that one of the run's engines serves meanwhile. What is kept stands in
-`teacher.jsonl` of the run directory, in the order of the problems.
+The teacher is a URL (an OpenAI-compatible endpoint) or the directory of a Hugging Face model, which
+one of the run's engines then serves. Answers are sampled for each training problem and scored by
+the run's reward. Accepted answers are written to `teacher.jsonl` in the run directory, in the order
+of the problems.
 """
 
 import asyncio
@@ -34,25 +36,27 @@ from megatron_async.tasks.build import build_task
 from megatron_async.tasks.text_task import TextTask
 
 _REPORTS = 10
-# Answers asked for at once. The limit bounds the connections to an address; an engine of the run
-# queues what it cannot generate yet.
+# Number of concurrent requests for answers, which limits the connections to an address. An engine
+# of the run queues requests that it cannot process yet.
 _CONCURRENCY = 64
-# Further attempts where the address is busy. An address that stays busy ends the command instead of
-# leaving it waiting.
+# Number of retries if the address is busy. If it stays busy, the command ends instead of waiting.
 _RETRIES = 3
 
 T = TypeVar("T")
 Ask: TypeAlias = Callable[[Problem, int], Awaitable[str]]
-"""Returns an answer to a problem; the number differs for each. Raises ComponentFailure."""
+"""Function that returns the teacher's answer to a problem; the number differs for each sample.
+
+Raises ComponentFailure if the teacher fails.
+"""
 
 
 def check_teacher(config: RunConfig, teacher: str) -> None:
-    """Refuse a teacher that cannot be asked, before anything starts. Raises UserError."""
+    """Raise UserError if the teacher cannot be used, before anything starts."""
     if _is_address(teacher):
         if not config.sft.teacher.model:
             raise UserError(
-                f"--from-teacher {teacher} is an address: sft.teacher.model must name the model "
-                "there"
+                f"--from-teacher is the address {teacher}, which requires the name of the model "
+                "there. Set sft.teacher.model."
             )
         JsonPoster(config.sft.teacher.api_key_env, 0)
         proxy_of(teacher)
@@ -60,14 +64,15 @@ def check_teacher(config: RunConfig, teacher: str) -> None:
         check_served(teacher)
     else:
         raise UserError(
-            f"--from-teacher {teacher} is neither an address (http://...) nor a Hugging Face model"
+            f"--from-teacher is {teacher}, which is neither an address (http://...) nor the "
+            "directory of a Hugging Face model"
         )
     refused = {"data": config.sft.data, "steps": config.sft.steps, "epochs": config.sft.epochs}
     for name, value in refused.items():
         if value:
             raise UserError(
-                f"sft.{name} is {short_repr(value)}, and --from-teacher learns what the reward "
-                "accepts, sft.teacher.epochs times: leave it out"
+                f"sft.{name} is {short_repr(value)}, but --from-teacher trains on the answers that "
+                f"the reward accepts, for sft.teacher.epochs epochs. Remove sft.{name}."
             )
 
 
@@ -76,34 +81,37 @@ def _is_address(teacher: str) -> bool:
 
 
 def sample_from_teacher(config: RunConfig, directory: RunDirectory, teacher: str) -> RunConfig:
-    """Sample from `teacher`; the settings of a fine-tuning on what the reward accepts.
+    """Sample answers from `teacher` and return the settings for fine-tuning on the accepted ones.
 
-    Raises UserError when it accepts nothing, ComponentFailure when the teacher fails.
+    Raises:
+        UserError: The reward accepts no answer, or the settings do not fit together.
+        ComponentFailure: The teacher failed.
     """
-    kept = directory.path / "teacher.jsonl"
-    asked = build_task(config.task, config.model.path, config.eval)  # no problem of a set
-    assert isinstance(asked, TextTask)
-    known, _ = asked.counts(0)
-    wanted = config.sft.teacher.prompts
-    if known is None and not wanted:
+    accepted = directory.path / "teacher.jsonl"
+    task = build_task(config.task, config.model.path, config.eval)  # without evaluation problems
+    assert isinstance(task, TextTask)
+    available, _ = task.counts(0)
+    limit = config.sft.teacher.prompts
+    if available is None and not limit:
         raise UserError(
-            "sft.teacher.prompts is 0, all there are, and the task has no end: set their number"
+            "sft.teacher.prompts is 0 (all), but this task generates problems endlessly. Set a "
+            "positive number."
         )
-    total = wanted if known is None else min(known, wanted or known)
+    total = limit if available is None else min(available, limit or available)
     with ExitStack() as stack:
         if _is_address(teacher):
-            start = _endpoint(config, teacher, asked)
+            start = _endpoint(config, teacher, task)
         else:
             log_file = directory.logs / "teacher_engine.log"
             process = stack.enter_context(engine_here(Path(teacher), config, log_file))
             start = _engine(config, teacher, process)
-        count, template = asyncio.run(_teach(config, asked.source, total, start, kept))
+        count, template = asyncio.run(_teach(config, task.source, total, start, accepted))
     if not count:
         raise UserError(
-            f"--from-teacher {teacher}: the reward accepted none of its answers "
-            f"(sft.teacher.min_reward {config.sft.teacher.min_reward:g}); see {kept.parent}"
+            f"the reward accepted no answer of the teacher {teacher} (sft.teacher.min_reward is "
+            f"{config.sft.teacher.min_reward:g}); {accepted.parent} has the logs"
         )
-    data: dict[str, Any] = {"data": str(kept), "examples": count, "layout": "rows"}
+    data: dict[str, Any] = {"data": str(accepted), "examples": count, "layout": "rows"}
     config = config.with_section("sft", **data, epochs=config.sft.teacher.epochs)
     return config.with_section("task", prompt_template=template)
 
@@ -113,20 +121,24 @@ async def _teach(
     source: ProblemSource,
     total: int,
     start: AbstractAsyncContextManager[Ask],
-    kept: Path,
+    accepted: Path,
 ) -> tuple[int, str]:
-    """Write what the reward accepts; how many, and how their prompts are put."""
+    """Sample and score answers to `total` problems; append accepted ones to the file `accepted`.
+
+    Returns:
+        The number of accepted answers, and the prompt template of the problems.
+    """
     settings = config.sft.teacher
-    pool = LocalScorerPool(config.scorers.logging_to(kept.parent / "logs"), config.model.path)
+    pool = LocalScorerPool(config.scorers.logging_to(accepted.parent / "logs"), config.model.path)
     gate = asyncio.Semaphore(_CONCURRENCY)
     count, templates = 0, set()
 
-    async def rows(ask: Ask, place: int) -> tuple[Problem, list[dict[str, Any]]]:
-        problem = source.train(place)
+    async def rows(ask: Ask, index: int) -> tuple[Problem, list[dict[str, Any]]]:
+        problem = source.train(index)
 
         async def sample(number: int) -> str:
             async with gate:
-                return await ask(problem, place * settings.samples + number)
+                return await ask(problem, index * settings.samples + number)
 
         texts = await asyncio.gather(*(sample(number) for number in range(settings.samples)))
         scores = await pool.score_texts(problem.payload, texts)
@@ -135,28 +147,28 @@ async def _teach(
         return problem, [_row(problem, text) for text in dict.fromkeys(right)]
 
     try:
-        async with start as ask, _tasks(rows(ask, place) for place in range(total)) as work:
-            for place, task in enumerate(work, start=1):
+        async with start as ask, _tasks(rows(ask, index) for index in range(total)) as work:
+            for done, task in enumerate(work, start=1):
                 problem, found = await task
-                append_json_lines(kept, found)
+                append_json_lines(accepted, found)
                 count += len(found)
                 templates.add(config.task.prompt_template or problem.template)
-                if place == total or place % max(1, total // _REPORTS) == 0:
-                    typer.echo(f"teacher: {place} of {total} prompts, {count} answers kept")
+                if done == total or done % max(1, total // _REPORTS) == 0:
+                    typer.echo(f"teacher: {done} of {total} prompts, {count} answers accepted")
     finally:
         pool.close()
     if len(templates) > 1:
         raise UserError(
-            f"--from-teacher: the files of task.sources put their prompts in {len(templates)} "
-            "ways; set task.prompt_template for all of them"
+            f"the files of task.sources use {len(templates)} different prompt templates, but "
+            "--from-teacher needs a single one. Set task.prompt_template."
         )
     return count, templates.pop()
 
 
 @asynccontextmanager
 async def _tasks(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncIterator[list[asyncio.Task[T]]]:
-    """Run `work` at once; what is not awaited by the end is canceled."""
-    tasks = [asyncio.create_task(one) for one in work]
+    """Run the coroutines concurrently as tasks; cancel unfinished tasks when the block ends."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in work]
     try:
         yield tasks
     finally:
@@ -166,7 +178,7 @@ async def _tasks(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncIterator[list[a
 
 
 def _row(problem: Problem, response: str) -> dict[str, Any]:
-    """A line of an SFT file."""
+    """Return an accepted answer as a row of a fine-tuning file."""
     if problem.messages:
         return {"messages": [*problem.messages, {"role": "assistant", "content": response}]}
     return {**problem.fields, "prompt": problem.question, "response": response}
@@ -174,6 +186,7 @@ def _row(problem: Problem, response: str) -> dict[str, Any]:
 
 @asynccontextmanager
 async def _endpoint(config: RunConfig, url: str, task: TextTask) -> AsyncIterator[Ask]:
+    """Yield a function that asks the OpenAI-compatible endpoint at `url` for an answer."""
     settings, address = config.sft.teacher, below(url, "chat/completions")
     poster = JsonPoster(settings.api_key_env, _RETRIES)
     body = {
@@ -199,6 +212,8 @@ async def _endpoint(config: RunConfig, url: str, task: TextTask) -> AsyncIterato
 
 @asynccontextmanager
 async def _engine(config: RunConfig, path: str, process: SGLangProcess) -> AsyncIterator[Ask]:
+    """Yield a function that asks the engine of `process`, which serves the model at `path`, for an
+    answer."""
     client = await SGLangClient.connect("teacher", process.url, config.engines, vocabulary_of(path))
     try:
         task = build_task(config.task, path)
@@ -209,20 +224,24 @@ async def _engine(config: RunConfig, path: str, process: SGLangProcess) -> Async
             max_new_tokens=config.sampling.max_new_tokens,
             allow_biased_behavior=True,
         )
-        wanted = ResponseSpec(sampling, sampling.max_new_tokens, tuple(task.stop_token_ids))
-        yield partial(ask_engine, EnginePool(lambda: [client]), task, wanted)
+        spec = ResponseSpec(sampling, sampling.max_new_tokens, tuple(task.stop_token_ids))
+        yield partial(ask_engine, EnginePool(lambda: [client]), task, spec)
     finally:
         await client.close()
 
 
 async def ask_engine(
-    engines: EnginePool, task: TextTask, wanted: ResponseSpec, problem: Problem, number: int
+    engines: EnginePool, task: TextTask, spec: ResponseSpec, problem: Problem, number: int
 ) -> str:
-    """Return the text that an engine generates for a problem. Raises ComponentFailure."""
+    """Generate an answer to a problem on the engines and return its text.
+
+    Raises:
+        ComponentFailure: The engine failed or refused the prompt.
+    """
     try:
-        found = await respond(wanted, task.prompt_ids(problem), f"teacher-{number}", engines)
+        found = await respond(spec, task.prompt_ids(problem), f"teacher-{number}", engines)
     except EngineError as error:
         raise ComponentFailure(f"the teacher's engine failed: {error}") from error
     if found is None:
-        raise ComponentFailure(f"the teacher's engine refuses the prompt {problem.question!r:.200}")
+        raise ComponentFailure(f"the teacher's engine refused the prompt {problem.question!r:.200}")
     return task.text(found.token_ids)

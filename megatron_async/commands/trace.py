@@ -1,4 +1,5 @@
-"""`megatron-async trace RUN_DIR`: the newest steps on a time axis, as a file for Perfetto."""
+"""`megatron-async trace RUN_DIR`: writes the newest steps on a time axis, as a file for
+Perfetto."""
 
 import json
 from pathlib import Path
@@ -14,18 +15,26 @@ from megatron_async.telemetry.metrics import read_metrics
 
 
 def trace_command(run: Path, out: Path | None) -> None:
-    """Write the file and print its path. Raises UserError."""
+    """Write the trace of a run and print its path.
+
+    Raises:
+        UserError: The run has no events with times, or the file cannot be written.
+    """
     directory, _ = RunDirectory.find(run, [])
     file = out or directory.path / "trace.json"
     try:
         write_atomically(file, json.dumps(make_trace(directory)))
     except CannotWrite as error:
         raise UserError(str(error)) from error
-    typer.echo(f"{file}: open it at https://ui.perfetto.dev (or any viewer of trace-event JSON)")
+    typer.echo(f"wrote {file}; open it at https://ui.perfetto.dev or in any trace-event viewer")
 
 
 def make_trace(directory: RunDirectory) -> dict[str, object]:
-    """Trace every record that the run keeps. Raises UserError when none has times."""
+    """Return the trace of all recorded events of the run.
+
+    Raises:
+        UserError: No event has a time.
+    """
     trace, since = Trace(), None
     for path in record_files(directory.events).values():
         for exchange in read_record(path)[1]:
@@ -34,8 +43,8 @@ def make_trace(directory: RunDirectory) -> dict[str, object]:
                 trace.take(exchange, exchange.at)
     if since is None:
         raise UserError(
-            f"{directory.events} holds no events with times: a trace needs telemetry.record_events "
-            "true, and a run by this version"
+            f"{directory.events} has no events with times; a trace requires "
+            "telemetry.record_events true, and a run by this version"
         )
     trace.add_trainer(read_metrics(directory.metrics_file), since)
     return trace.finish()

@@ -1,4 +1,4 @@
-"""`megatron-async train`: check the settings, make or find the run, and run it to its end."""
+"""`megatron-async train`: checks the settings, creates or finds the run, and runs it to its end."""
 
 import os
 import shlex
@@ -42,11 +42,18 @@ from megatron_async.run_directory import RunDirectory, RunOutcome
 from megatron_async.runtime.garbage_collection import gc_disabled
 from megatron_async.telemetry.metrics import read_metrics
 
-_PASSED: Final = "all checks have passed, also of the reward; nothing was started"
+_PASSED: Final = "all checks passed, including those of the reward; nothing was started"
 
 
 def start_run(config: RunConfig, what: str) -> RunDirectory:
-    """A new run of `config` to its end; `what` started it. Raises UserError or ComponentFailure."""
+    """Create a new run of `config` and run it to its end; return its directory.
+
+    `what` is the command that started the run, stored in the run's lock.
+
+    Raises:
+        UserError: Bad input.
+        ComponentFailure: A component of the run failed.
+    """
     checked, devices = _checked(config, RunDirectory.of(config))
     show_notices(checked)
     with new_run(checked.config, what) as directory:
@@ -56,9 +63,11 @@ def start_run(config: RunConfig, what: str) -> RunDirectory:
 
 
 def dry_run(config: RunConfig) -> None:
-    """Print what a start of `config` would use here and what its checks find; make nothing.
+    """Print what a start of `config` would use on this machine and what its checks find; create
+    nothing.
 
-    Raises UserError where a start would, after the layout.
+    Raises:
+        UserError: A start would be refused; raised after the layout is printed.
     """
     show_layout(config)
     directory = RunDirectory.of(config)
@@ -70,9 +79,18 @@ def dry_run(config: RunConfig) -> None:
 def resume_command(
     run: Path, overrides: Sequence[str], from_step: int | None, *, dry: bool = False
 ) -> None:
-    """Go on with a run; `from_step`: from that kept checkpoint. Raises as `start_run`.
+    """Resume a run from its newest checkpoint, or with `from_step` from the checkpoint of that
+    step.
 
-    `dry`: print what would be done, and change nothing.
+    Args:
+        run: The run directory.
+        overrides: Settings to change.
+        from_step: Step of an older checkpoint; None for the newest.
+        dry: Whether to only print what would be done.
+
+    Raises:
+        UserError: Bad input.
+        ComponentFailure: A component of the run failed.
     """
     directory, before = RunDirectory.find(run, [], "--resume")
     _, settings = RunDirectory.find(run, list(overrides), "--resume")
@@ -95,28 +113,29 @@ def resume_command(
             typer.echo(_PASSED)
             return
         with _prepared(directory, checked.config, back):
-            again = [] if from_step is None else [f"--from-step={from_step}"]
-            _run(directory, checked.config, devices, [*again, *overrides])
+            step = [] if from_step is None else [f"--from-step={from_step}"]
+            _run(directory, checked.config, devices, [*step, *overrides])
     show_closing(directory)
 
 
 def complete(directory: RunDirectory, before: RunConfig, settings: RunConfig) -> str:
-    """A sentence where the run has trained all its steps and `settings` ask for no more."""
+    """Return a message if the run has trained all its steps and `settings` require no more; else
+    ""."""
     if directory.outcome() is not RunOutcome.COMPLETE or settings.steps > before.steps:
         return ""
     return (
-        f"{directory.path.name} is complete after {before.steps} steps, nothing is started: set "
-        f"steps to more, as by --resume {directory.path} steps={2 * before.steps}"
+        f"{directory.path.name} is complete after {before.steps} steps; nothing was started. To "
+        f"train more steps: --resume {directory.path} steps={2 * before.steps}"
     )
 
 
 @contextmanager
 def _prepared(directory: RunDirectory, config: RunConfig, back: Rollback | None) -> Iterator[None]:
-    """Settings and checkpoints as a resume wants them; where it does not begin, as they were."""
+    """Prepare settings and checkpoints for a resume; undo this if the resume does not start."""
     directory.prepare_resume(config)
     try:
-        for place in back.carry_out() if back is not None else ():
-            typer.echo(f"set aside: {place}")
+        for path in back.carry_out() if back is not None else ():
+            typer.echo(f"renamed: {path}")
         yield
     finally:
         if directory.resume_file.exists():
@@ -126,10 +145,12 @@ def _prepared(directory: RunDirectory, config: RunConfig, back: Rollback | None)
 
 
 def _checked(config: RunConfig, directory: RunDirectory) -> tuple[PreflightResult, DeviceSplit]:
+    """Derive the settings for this machine and check them; return them with the division of
+    GPUs."""
     check_one_machine(config)
     machine = Machine.here(config)
     derived = derive(config, machine)
-    with gc_disabled():  # the packages of tasks and tokenizers
+    with gc_disabled():  # imports the packages of tasks and tokenizers
         checked = check_run(derived.config)
     notices = allocator_notices(derived.config, machine.device, os.environ)
     checked = replace(checked, notices=(*derived.changes(), *notices, *checked.notices))
@@ -141,23 +162,26 @@ def _checked(config: RunConfig, directory: RunDirectory) -> tuple[PreflightResul
 
 
 def _run(
-    directory: RunDirectory, config: RunConfig, devices: DeviceSplit, asked: Sequence[str] = ()
+    directory: RunDirectory, config: RunConfig, devices: DeviceSplit, arguments: Sequence[str] = ()
 ) -> None:
-    """`asked`: what a resume has changed, which the run has once it has begun."""
+    """Run the training; if it is interrupted, print the command that resumes it.
+
+    `arguments` are those of a resume, which the command repeats if the resume has not started yet.
+    """
     try:
         supervise(config, directory, devices)
     except (KeyboardInterrupt, Terminated):
-        again = ["--resume", str(directory.path)]
-        again += asked if directory.resume_file.exists() else ()
-        typer.echo(f"go on with: megatron-async train {shlex.join(again)}", err=True)
+        command = ["--resume", str(directory.path)]
+        command += arguments if directory.resume_file.exists() else ()
+        typer.echo(f"resume with: megatron-async train {shlex.join(command)}", err=True)
         raise
 
 
 def show(line: str) -> None:
-    """Print a line in at most 80 columns; paths and options stay whole."""
-    whole = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
+    """Print a line wrapped at 80 columns; long words such as paths are not broken."""
+    wrap = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
     indent = " " * (len(line) - len(line.lstrip()) + 2)
-    typer.echo(whole(line, 80, subsequent_indent=indent))
+    typer.echo(wrap(line, 80, subsequent_indent=indent))
 
 
 def show_layout(config: RunConfig) -> None:
@@ -171,7 +195,7 @@ def show_layout(config: RunConfig) -> None:
 
 
 def show_notices(checked: PreflightResult) -> None:
-    """Print the training data and the changed settings, before anything starts."""
+    """Print the description of the training data and the notices of the checks."""
     typer.echo(checked.summary)
     for notice in checked.notices:
         typer.echo(f"note: {notice}")
@@ -180,21 +204,29 @@ def show_notices(checked: PreflightResult) -> None:
 def resume_lines(
     directory: RunDirectory, before: RunConfig, after: RunConfig, back: Rollback | None
 ) -> list[str]:
-    """Lines on where the run goes on, which steps it repeats, and what was changed."""
+    """Return lines that say where the run resumes, which steps it repeats, and which settings
+    changed.
+
+    Raises:
+        UserError: All checkpoints are damaged.
+    """
     kept = list_checkpoints(directory.checkpoints)
     newest = back.target if back else first_intact(kept, quick_faults)
     if kept and newest is None:
-        raise UserError(f"all in {directory.checkpoints} are damaged: restore one, or start anew")
+        raise UserError(
+            f"all checkpoints in {directory.checkpoints} are damaged. Restore one of them, or "
+            "start a new run."
+        )
     start = 0 if newest is None else newest.step
     trained = read_metrics(directory.metrics_file)
     done = 1 + int(trained[-1]["step"]) if trained else 0
-    what = "its beginning (there is no checkpoint yet)"
+    origin = "step 0 (there is no checkpoint yet)"
     if newest is not None:
-        what = f"checkpoint {newest.path.name}, made after step {start - 1}"
+        origin = f"checkpoint {newest.path.name}, made after step {start - 1}"
         if back is None and not quickly_read(newest):
-            what += " (its files are verified as they are read)"
-    lines = [f"{directory.path.name} goes on from {what}"]
+            origin += " (its files are verified as they are read)"
+    lines = [f"{directory.path.name} resumes from {origin}"]
     if done > start:
-        again = f"steps {start} to {done - 1} are" if done > start + 1 else f"step {start} is"
-        lines.append(f"repeated: {again} trained again")
+        repeated = f"steps {start} to {done - 1}" if done > start + 1 else f"step {start}"
+        lines.append(f"repeated: {repeated}")
     return lines + [f"changed: {change}" for change in differences(before, after)]

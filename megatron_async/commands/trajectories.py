@@ -1,7 +1,7 @@
-"""`megatron-async trajectories`: list the trajectories of a run, print one, drop a group.
+"""`megatron-async trajectories`: lists the trajectories of a run, prints one, or drops a group.
 
-What a `StoreReader` finds becomes rich renderables in pure functions. Tokens become text through
-the `decode` that the caller gives (a tokenizer's).
+Pure functions turn the results of a `StoreReader` into output for rich. Tokens are decoded by the
+function `decode` that the caller passes (a tokenizer's).
 """
 
 from collections import Counter
@@ -30,26 +30,41 @@ Decode = Callable[[list[int]], str]
 
 
 def list_command(run: Path, state: str | None, limit: int, with_exported: bool) -> None:
-    """A table, newest last. Raises UserError."""
+    """Print a table of the run's trajectories, newest last.
+
+    Args:
+        run: The run directory.
+        state: Only trajectories in this state; None for all.
+        limit: Number of trajectories to print, the newest ones; 0 for all.
+        with_exported: Whether to include trajectories that compaction has moved to export files.
+
+    Raises:
+        UserError: There is no run or no such state.
+    """
     directory, _ = RunDirectory.find(run, [])
     if state is not None and state not in set(TrajectoryState):
         raise UserError(f"--state is {state!r}; it must be one of {', '.join(TrajectoryState)}")
-    wanted = None if state is None else TrajectoryState(state)
+    state_filter = None if state is None else TrajectoryState(state)
     console = Console(soft_wrap=True)
     with closing(StoreReader(directory.store_file)) as reader, reader.at_one_moment():
         older = export.summaries(reader) if with_exported else []
-        # Its ids are older than most of the store's, but not than all of them.
+        # Exported trajectories are older than most of those in the store, but not than all.
         listed = sorted([*older, *reader.summaries()], key=lambda s: s.trajectory_id)
-        console.print(listing(listed, state=wanted, limit=limit or None))
+        console.print(listing(listed, state=state_filter, limit=limit or None))
         if reader.note:
             console.print(reader.note, markup=False, highlight=False)
-        missing = "" if with_exported else export.export_notice(reader)
-        if missing:
-            console.print(missing, markup=False, highlight=False)
+        notice = "" if with_exported else export.export_notice(reader)
+        if notice:
+            console.print(notice, markup=False, highlight=False)
 
 
 def show_command(run: Path, trajectory_id: int) -> None:
-    """Print a trajectory, exported or not: prompt, segments with versions, reward. UserError."""
+    """Print one trajectory of the store or its export files: prompt, segments with versions, and
+    reward.
+
+    Raises:
+        UserError: There is no run or no such trajectory.
+    """
     directory, settings = RunDirectory.find(run, [])
     with closing(StoreReader(directory.store_file)) as reader, reader.at_one_moment():
         found = export.find(reader, trajectory_id)
@@ -58,18 +73,22 @@ def show_command(run: Path, trajectory_id: int) -> None:
 
 
 def drop_command(run: Path, trajectory_id: int) -> None:
-    """Take it out of a run that has stopped, with its group, for good. Raises UserError."""
+    """Drop a trajectory and its whole group permanently from a run that has stopped.
+
+    Raises:
+        UserError: The run is in use, or the trajectory cannot be dropped.
+    """
     directory, settings = RunDirectory.find(run, [])
     with hold_run_lock(directory, "trajectories --drop"):
         newest = next(iter(list_checkpoints(directory.checkpoints)), None)
         committed = None if newest is None else newest.manifest.version
-        gone = drop_group_of(
+        dropped = drop_group_of(
             directory.store_file, trajectory_id, committed, settings.store.directory
         )
-    typer.echo(f"dropped (user), with its group: {', '.join(map(str, gone))}")
+    typer.echo(f"dropped (user), with its group: {', '.join(map(str, dropped))}")
 
 
-# ---------------------------------------------------------------- what is shown
+# ---------------------------------------------------------------- output
 
 
 def listing(
@@ -78,18 +97,24 @@ def listing(
     state: TrajectoryState | None = None,
     limit: int | None = 50,
 ) -> RenderableType:
-    """Counts by state, then a line for each trajectory (of `state`), the newest `limit` ones."""
+    """Return the counts of trajectories by state, and a table of them.
+
+    Args:
+        summaries: All trajectories.
+        state: Only trajectories in this state are in the table; None for all.
+        limit: Number of newest trajectories in the table; None for all.
+    """
     chosen = [s for s in summaries if state is None or s.state is state]
     table = Table(box=None, pad_edge=False)
-    played = any(s.turn_count for s in chosen)
+    has_turns = any(s.turn_count for s in chosen)
     for name in ("id", "group", "turns", "tokens", "reward"):
-        if played or name != "turns":
+        if has_turns or name != "turns":
             table.add_column(name, justify="right")
     for name in ("state", "versions", "ended by"):
         table.add_column(name)
-    shown = chosen if limit is None else chosen[-limit:]
-    for summary in shown:
-        turns = [str(summary.turn_count)] if played else []
+    newest = chosen if limit is None else chosen[-limit:]
+    for summary in newest:
+        turns = [str(summary.turn_count)] if has_turns else []
         table.add_row(
             str(summary.trajectory_id),
             str(summary.group_id),
@@ -102,16 +127,18 @@ def listing(
         )
     parts: list[RenderableType] = [Text(counts_line(summaries))]
     if not chosen:
-        what = "trajectories" if state is None else f"{state} trajectories"
-        return Together(*parts, Text(f"no {what}"))
+        kind = "trajectories" if state is None else f"{state} trajectories"
+        return Together(*parts, Text(f"no {kind}"))
     parts.append(table)
-    if len(shown) < len(chosen):
-        parts.append(Text(f"{len(chosen) - len(shown)} older ones are not shown (--limit 0: all)"))
+    if len(newest) < len(chosen):
+        count = f"{len(chosen) - len(newest)} older trajectories"
+        parts.append(Text(f"{count} are not shown (--limit 0: all)"))
     return Together(*parts)
 
 
 def details(trajectory: Trajectory, decode: Decode) -> RenderableType:
-    """Render a trajectory: identity, prompt, each segment with its author, and score."""
+    """Return a trajectory's identity, score, prompt, and each segment with its author, for
+    printing."""
     t = trajectory
     head = Table.grid(padding=(0, 2))
     facts = [
@@ -139,12 +166,13 @@ def details(trajectory: Trajectory, decode: Decode) -> RenderableType:
 
 
 def conversation(t: Trajectory, decode: Decode) -> Iterator[RenderableType]:
-    """An episode turn by turn: the author, version and mask of each part, and what it led to.
+    """Yield an episode for printing, turn by turn: each segment with author, version and loss mask.
 
-    Tokens are shown as the policy saw or wrote them. The mask is 1 in the first branch of a turn.
+    Tokens are decoded as the policy saw or generated them. The mask is that of the first branch of
+    a turn.
     """
     for turn in t.turns:
-        follows = "begins" if turn.parent is None else f"follows turn {turn.parent}"
+        follows = "first turn" if turn.parent is None else f"follows turn {turn.parent}"
         yield Text(f"turn {turn.number}, {follows}", style="bold")
         for index, segment in enumerate(t.segments_of(turn), start=turn.segment):
             mask = 0 if segment.from_environment or turn.left else 1
@@ -156,21 +184,22 @@ def conversation(t: Trajectory, decode: Decode) -> Iterator[RenderableType]:
 
 
 def counts_line(summaries: Sequence[TrajectorySummary]) -> str:
-    """`12 trajectories: 3 partial, 9 batched`, in the order of a life."""
+    """Format counts by state, such as "12 trajectories: 3 partial, 9 batched", in the order of
+    states."""
     counts = Counter(s.state for s in summaries)
     parts = ", ".join(f"{counts[state]} {state}" for state in TrajectoryState if counts[state])
     return f"{len(summaries)} trajectories" + (f": {parts}" if parts else "")
 
 
 def state_text(state: TrajectoryState, batched_step: int | None, drop_reason: str | None) -> str:
-    """The state, with the step or the reason that belongs to it."""
+    """Format a state with its training step or the reason of a drop, such as "batched (step 3)"."""
     if batched_step is not None:
         return f"{state} (step {batched_step})"
     return state.value if drop_reason is None else f"{state} ({drop_reason})"
 
 
 def segment_title(index: int, segment: Segment) -> str:
-    """Return the author of a segment and the mean log-prob of its tokens."""
+    """Format a segment's author and length and, if generated, the mean log-prob of its tokens."""
     if segment.from_environment:
         return f"segment {index}: environment, {len(segment)} tokens"
     mean = float(segment.logprobs.mean()) if len(segment) else 0.0
@@ -181,7 +210,8 @@ def segment_title(index: int, segment: Segment) -> str:
 
 
 def version_range(versions: Sequence[PolicyVersion]) -> str:
-    """`0.3`, or the oldest and the newest: `0.3 to 1.5`."""
+    """Format versions: "0.3" for a single version, "0.3 to 1.5" for the oldest and the newest of
+    several."""
     if not versions:
         return ""
     oldest, newest = min(versions), max(versions)

@@ -1,15 +1,15 @@
-"""Starts, watches and ends the processes of a run.
+"""Starts, monitors and ends the processes of a run.
 
-- supervisor: a whole run on this machine: notices a process that ends, and cleans up.
-- node: one node of a launch over several. session: that launch's roles, by files in the run
-  directory, and the rendezvous of its torchrun agents.
-- rank_job: work of the trainer's ranks alone: fine-tuning, scoring.
-- rollout_side: the rollout manager from outside: create, look after, end.
-- processes: torchrun, for the trainer ranks of this machine.
-- devices: split of a machine's GPUs into those that train and those that generate.
-- environment: variables of every role, the GPU settings among them, for every way of starting.
-- derived: settings that follow from the machine and the model, unless they are set.
-- estimates: seconds of a stop and of an update, bytes of checkpoints, by a run's settings.
-- preflight: what is refused before any process starts.
-- run_lock: a run belongs to one launch at a time (`run.lock`).
+- supervisor: runs a whole training run on this machine, detects processes that end, and cleans up.
+- node: runs one node of a launch over several nodes. session: the files in the run directory by
+  which the nodes of such a launch coordinate, and the rendezvous of their torchrun agents.
+- rank_job: jobs with trainer ranks only: fine-tuning and scoring.
+- rollout_side: creates, monitors and ends the rollout manager.
+- processes: runs torchrun for the trainer ranks of this machine.
+- devices: divides a machine's GPUs between trainer and engines.
+- environment: environment variables of every role, including GPU settings.
+- derived: settings that are derived from the machine and the model unless the user sets them.
+- estimates: estimated seconds of a stop and of an update, and bytes of checkpoints.
+- preflight: checks that refuse a run before any process starts.
+- run_lock: ensures that only one launch at a time uses a run directory (`run.lock`).
 """

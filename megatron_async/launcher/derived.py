@@ -1,14 +1,14 @@
-"""Settings that follow from the machine and the model, unless they are set.
+"""Settings that are derived from the machine and the model unless the user sets them.
 
-The defaults in `config/` are a laptop's. `derive` replaces those that nobody has set (no file,
-recipe, preset or command line) by what suits the machine that the run is for; `train`, `launch`,
-`doctor --config` and `settings` all show and use this one result.
+The defaults in `config/` suit a laptop. `derive` replaces defaults that nobody has set (by file,
+recipe, preset or command line) with values for the machine that the run will use. `train`,
+`launch`, `doctor --config` and `settings` all use and show this result.
 
 Invariants
-- A setting that is set is never changed.
-- On a CPU nothing changes: the defaults are for it.
-- Pure: the same configuration and machine give the same result. A run keeps in its config.yaml what
-  was derived at its start, so that resuming it on another machine changes nothing.
+- A setting that the user has set is never changed.
+- On a CPU nothing changes, because the defaults are for a CPU.
+- `derive` is pure: the same configuration and machine give the same result. A run stores the
+  derived settings in its config.yaml, so resuming it on another machine changes nothing.
 """
 
 import math
@@ -34,12 +34,20 @@ _GPU_START_SECONDS: Final = 1200.0
 _GB: Final = 1e9
 _ANY_GPU: Final = GpuConfig()
 _SHARE: Final = "--mem-fraction-static"
-_SET: Final = "as set (file, command line, recipe or preset)"
+_SET: Final = "set by a file, the command line, the recipe or the preset"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Hardware of one node of a run. `memory_bytes` of one GPU; `cores` None: not known."""
+    """Hardware of one node of a run.
+
+    Attributes:
+        device: Kind of device that the engines use.
+        gpu: Name of the GPU's data sheet; None for a CPU or a GPU without data sheet.
+        memory_bytes: Memory of one GPU.
+        cores: CPU cores; None if unknown.
+        engine_nodes: Number of nodes that run engines.
+    """
 
     device: Literal["cpu", "cuda"]
     gpu: GpuName | None = None
@@ -49,13 +57,13 @@ class Machine:
 
     @classmethod
     def here(cls, config: RunConfig) -> "Machine":
-        """This one, as its engines would be started."""
+        """Return the hardware of this machine, as the engines of `config` would use it."""
         from megatron_async.engines.sglang.process import resolve_device
 
         cores = os.cpu_count()
         if resolve_device(config.engines) == "cpu":
             return cls("cpu", cores=cores)
-        if not sees_gpu():  # asked for by engines.device, and refused later
+        if not sees_gpu():  # engines.device requires a GPU; a later check refuses that
             return replace(cls.of_nodes(1, 1), cores=cores)
         import torch
 
@@ -64,13 +72,15 @@ class Machine:
 
     @classmethod
     def of_nodes(cls, gpus: int, engine_nodes: int, gpu: GpuConfig = _ANY_GPU) -> "Machine":
-        """Return a node elsewhere with so many of this GPU, or without any."""
+        """Return the hardware of another node with `gpus` GPUs of this kind; 0 means a node without
+        GPUs."""
         if not gpus:
             return cls("cpu", engine_nodes=engine_nodes)
         return cls("cuda", gpu.name, gpu_of(gpu).memory, engine_nodes=engine_nodes)
 
     @property
     def title(self) -> str:
+        """Name of the hardware for messages, for example "H100 with 80 GB" or "CPU"."""
         if self.device == "cpu":
             return "CPU"
         return f"{self.gpu or 'GPU'} with {self.memory_bytes / _GB:.0f} GB"
@@ -78,7 +88,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Derived:
-    """A setting, its value, and the reason."""
+    """A derived setting with its value and the reason; `changed` is whether it differs from the
+    default."""
 
     name: str
     value: Any
@@ -86,30 +97,31 @@ class Derived:
     changed: bool = False
 
     def __str__(self) -> str:
-        shown = "none" if self.value is None else self.value
-        return f"{self.name} = {shown}: {self.reason}"
+        value = "none" if self.value is None else self.value
+        return f"{self.name} = {value}: {self.reason}"
 
 
 @dataclass(frozen=True)
 class DerivedRun:
-    """The configuration that runs, and every derived setting (also those that were set)."""
+    """A run's configuration after derivation, and all settings with a rule, including those that
+    were set."""
 
     config: RunConfig
     settings: tuple[Derived, ...]
 
     def lines(self) -> list[str]:
-        """Every derived setting."""
+        """Return one line for each derived setting."""
         return [str(setting) for setting in self.settings]
 
     def changes(self) -> list[str]:
-        """Return the settings that are not the default on this machine."""
+        """Return one line for each derived setting that differs from its default."""
         return [str(setting) for setting in self.settings if setting.changed]
 
 
 def derive(config: RunConfig, machine: Machine) -> DerivedRun:
-    """The run as it starts on `machine`."""
+    """Replace the settings of `config` that nobody has set with values that suit `machine`."""
     found: list[Derived] = []
-    for name, rule in _RULES.items():  # in this order: later ones read what earlier ones set
+    for name, rule in _RULES.items():  # in this order, because later rules read earlier results
         section, field = name.split(".")
         settings = getattr(config, section)
         value = getattr(settings, field)
@@ -125,8 +137,11 @@ def derive(config: RunConfig, machine: Machine) -> DerivedRun:
 
 def _max_total_tokens(config: RunConfig, machine: Machine) -> tuple[int | None, str]:
     if machine.device == "cpu":
-        return config.engines.max_total_tokens, "engines share host memory with all else"
-    return None, f"SGLang takes what weights leave of the {machine.title}"
+        return (
+            config.engines.max_total_tokens,
+            "engines share the host's memory with other processes",
+        )
+    return None, f"SGLang uses the memory of the {machine.title} that weights leave free"
 
 
 def _concurrency(config: RunConfig, machine: Machine) -> tuple[int | str, str]:
@@ -137,65 +152,74 @@ def _concurrency(config: RunConfig, machine: Machine) -> tuple[int | str, str]:
     try:
         found = sufficient_concurrency(simulation)
     except UserError as error:
-        return default, f"the default, as the model's shape is not known ({error})"
+        return default, f"the default, because the model's shape is unknown ({error})"
     if found is None:
         return (
             default,
-            f"the default: simulated engines of this size have no room on {machine.title}",
+            f"the default, because simulated engines of this size do not fit on {machine.title}",
         )
     return found, (
-        "the smallest with 95 % of the generation speed that the KV cache allows, in the planner's "
-        f"model of {machine.title} and lengths {simulation.simulate.lengths.distribution} (assumed)"
+        "the smallest number with 95 % of the generation speed that the KV cache allows, according "
+        f"to the planner's model of {machine.title} and assumed "
+        f"{simulation.simulate.lengths.distribution} lengths"
     )
 
 
 def _cuda_graph_batch(config: RunConfig, machine: Machine) -> tuple[int | None, str]:
     if machine.device == "cpu":
-        return None, "no CUDA graphs on a CPU"
+        return None, "a CPU has no CUDA graphs"
     concurrency, count = config.schedule.concurrency, config.engines.count
     if isinstance(concurrency, str):
-        return None, "SGLang's own: schedule.concurrency auto sets no limit beforehand"
+        return None, "SGLang's default, because schedule.concurrency auto has no limit in advance"
     each = math.ceil(concurrency / count)
     limit = config.engines.max_running_requests
     each = each if limit is None else min(each, limit)
     return math.ceil(each / _GRAPH_STEP) * _GRAPH_STEP, (
-        f"{each} requests an engine (schedule.concurrency {concurrency} over {count}); larger "
+        f"{each} requests per engine (schedule.concurrency {concurrency} over {count}); larger "
         "decode batches would run without graphs"
     )
 
 
 def _recompute(config: RunConfig, machine: Machine) -> tuple[Recompute, str]:
     if machine.device == "cpu":
-        return config.trainer.recompute, "the default with engines on CPUs"
+        return config.trainer.recompute, "the default for CPU engines"
     simulation = modeled(config, machine)
     try:
         shape = shape_of(simulation)
     except UserError as error:
-        return config.trainer.recompute, f"the default, as the model's shape is not known ({error})"
+        return (
+            config.trainer.recompute,
+            f"the default, because the model's shape is unknown ({error})",
+        )
     shared = config.engines.placement == "colocated"
     found = fitting_recompute(simulation, shape, machine.memory_bytes)
     if found is None:
-        return "all", "nothing less fits, by the estimate"
+        return "all", "according to the estimate, less recomputation does not fit"
     peak = memory_of_trainer(simulation, shape, found).peak / _GB
     return found, (
-        f"the least that fits: an estimated peak of {peak:.1f} GB, at most "
+        f"the least recomputation that fits: the estimated peak is {peak:.1f} GB, and the limit is "
         f"{simulation.simulate.trainer_memory_share:g} of {machine.title}"
-        f"{', less 5 GB for a paused engine' if shared else ''}"
+        f"{', minus 5 GB for a paused engine' if shared else ''}"
     )
 
 
 def _start_timeout(config: RunConfig, machine: Machine) -> tuple[float, str]:
     if machine.device == "cpu":
-        return config.engines.start_timeout_seconds, "CPU engines compile nothing"
-    return _GPU_START_SECONDS, "a first start compiles kernels and captures CUDA graphs"
+        return (
+            config.engines.start_timeout_seconds,
+            "the default for CPU engines, which compile nothing",
+        )
+    return _GPU_START_SECONDS, "the first start compiles kernels and captures CUDA graphs"
 
 
 def _scorer_workers(config: RunConfig, machine: Machine) -> tuple[int, str]:
     base = config.task.scorer_workers
     if machine.cores is None:
-        return base * max(1, machine.engine_nodes), f"{base} a node that generates"
+        return base * max(1, machine.engine_nodes), f"{base} per node with engines"
     half = machine.cores // 2
-    return max(base, half), f"half of {machine.cores} cores, {base} at least; idle ones are ended"
+    return max(
+        base, half
+    ), f"half of {machine.cores} cores, at least {base}; idle workers are ended"
 
 
 _Rule = Callable[[RunConfig, Machine], tuple[Any, str]]
@@ -210,11 +234,12 @@ _RULES: Final[dict[str, _Rule]] = {
 
 
 def layout_lines(config: RunConfig, machine: Machine) -> list[str]:
-    """Layout, GPUs, batch and memory, for a person to check before anything is queued."""
+    """Return lines that describe layout, GPUs, batch and memory, to be checked before a job is
+    queued."""
     parallel, engines, schedule = config.parallel, config.engines, config.schedule
-    what = "GPUs" if machine.device == "cuda" else "ranks"
+    units = "GPUs" if machine.device == "cuda" else "ranks"
     lines = [
-        f"trainer: {parallel.ranks} {what} on {parallel.nodes} node(s), TP {parallel.tensor} x PP "
+        f"trainer: {parallel.ranks} {units} on {parallel.nodes} node(s), TP {parallel.tensor} x PP "
         f"{parallel.pipeline} x CP {parallel.context} x DP {parallel.data}, EP {parallel.expert}",
         f"engines: {engines.count} of TP {engines.tensor}, {engines.placement}{_shared(config)}",
         f"batch: {schedule.groups_per_batch} groups of {schedule.group_size}, "
@@ -231,9 +256,10 @@ def layout_lines(config: RunConfig, machine: Machine) -> list[str]:
 
 
 def check_memory(config: RunConfig, machine: Machine) -> None:
-    """Check that weights and optimizer alone fit, and SGLang's share where it is set.
+    """Raise UserError if weights and optimizer state alone exceed a GPU, or SGLang's share is too
+    large.
 
-    What is estimated, as activations, refuses nothing. Raises UserError.
+    Estimates, such as the memory of activations, never cause a refusal.
     """
     if machine.device == "cpu":
         return
@@ -244,41 +270,54 @@ def check_memory(config: RunConfig, machine: Machine) -> None:
         return
     tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
     if config.optimizer.name == "adam":
-        layout = f"parallel.tensor {tensor} x pipeline {pipeline}: a trainer's state"
+        layout = f"parallel.tensor {tensor} x parallel.pipeline {pipeline}: a trainer's state"
         state = memory_of_trainer(modeled(config, machine), shape).state
-        _check_held(state, layout, "them", machine)
+        _check_fits(state, layout, "parallel.tensor or parallel.pipeline", machine)
     if config.engines.quantization == "none":
         layout = f"engines.tensor {config.engines.tensor}: an engine's weights"
-        _check_held(_engine_weights(config, shape), layout, "it", machine)
+        _check_fits(_engine_weights(config, shape), layout, "engines.tensor", machine)
 
 
-def _check_held(held: float, layout: str, remedy: str, machine: Machine) -> None:
-    if held > machine.memory_bytes:
+def _check_fits(needed: float, layout: str, remedy: str, machine: Machine) -> None:
+    """Raise UserError if `needed` bytes exceed the memory of one GPU.
+
+    Args:
+        needed: Bytes that are needed.
+        layout: What needs them, with the setting that determines the size.
+        remedy: The settings to raise.
+        machine: The node that the run uses.
+    """
+    if needed > machine.memory_bytes:
         raise UserError(
-            f"{layout} would take {held / _GB:.1f} GB of a {machine.title}: raise {remedy}, "
-            "or name the GPU of those nodes by launch --gpu"
+            f"{layout} would need {needed / _GB:.1f} GB of a {machine.title}. Raise {remedy}, "
+            "or name the GPU of the cluster's nodes by launch --gpu."
         )
 
 
 def _check_engine_share(config: RunConfig, machine: Machine) -> None:
-    arguments = [part for one in config.engines.extra_args for part in one.split("=", 1)]
+    """Raise UserError if SGLang's memory share, where it is set, leaves too little for a weight
+    update."""
+    arguments = [word for text in config.engines.extra_args for word in text.split("=", 1)]
     if _SHARE not in arguments[:-1]:
         return
     share = arguments[arguments.index(_SHARE) + 1]
     try:
-        left, needed = (1 - float(share)) * machine.memory_bytes, _update_bytes(config)
+        remaining, needed = (1 - float(share)) * machine.memory_bytes, _update_bytes(config)
     except ValueError as error:
-        raise UserError(f"engines.extra_args has {_SHARE} {share}, which is no number") from error
-    if left < needed:
         raise UserError(
-            f"engines.extra_args has {_SHARE} {share}, which leaves {left / _GB:.1f} GB of the "
-            f"{machine.title}, and a weight update needs {needed / _GB:.1f} GB: lower it, or "
-            "weights.bucket_mib"
+            f"engines.extra_args has {_SHARE} {share}, which is not a number"
+        ) from error
+    if remaining < needed:
+        raise UserError(
+            f"engines.extra_args has {_SHARE} {share}, which leaves {remaining / _GB:.1f} GB of "
+            f"the {machine.title}; a weight update needs {needed / _GB:.1f} GB. Lower {_SHARE} or "
+            "weights.bucket_mib."
         )
 
 
 def _update_bytes(config: RunConfig) -> float:
-    """Bytes of an update on an engine's GPU; 0: other ways, and models of unknown shape."""
+    """Estimate an engine's GPU memory for a `distributed` update; 0 for other transports or unknown
+    shapes."""
     if config.weights.transport != "distributed":
         return 0.0
     try:
@@ -289,27 +328,30 @@ def _update_bytes(config: RunConfig) -> float:
 
 
 def _shared(config: RunConfig) -> str:
-    """Name the trainer ranks whose GPUs engines share, if they do."""
+    """Return a clause that names the trainer ranks whose GPUs the engines share; empty if they
+    share none."""
     if config.engines.placement != "colocated":
         return ""
     sharing = (trainer_ranks_of(e, config.engines.tensor) for e in range(config.engines.count))
-    shown = ", ".join("+".join(map(str, ranks)) for ranks in sharing)
-    return f" on the GPUs of trainer ranks {shown}, which give all memory in turns"
+    names = ", ".join("+".join(map(str, ranks)) for ranks in sharing)
+    return f" on the GPUs of trainer ranks {names}; ranks and engines use the memory alternately"
 
 
 def _engine_weights(config: RunConfig, shape: ModelShape) -> float:
+    """Return the bytes of weights on each GPU of an engine."""
     return 2 * shape.parameters / config.engines.tensor
 
 
 def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> list[str]:
+    """Return lines on the estimated memory of a trainer GPU and of an engine GPU."""
     simulation, weights = modeled(config, machine), _engine_weights(config, shape)
     trainer, share = memory_of_trainer(simulation, shape), simulation.simulate.engine_memory_share
     update = _update_bytes(config)
-    beside = f"a weight update {update / _GB:.1f} GB, " if update else ""
+    for_update = f"a weight update {update / _GB:.1f} GB, " if update else ""
     tokens = kv_capacity_tokens(shape, machine.memory_bytes, share, config.engines.tensor, 0.0)
-    over = ""
+    warning = ""
     if trainer.peak > machine.memory_bytes:
-        over = (
+        warning = (
             ", which is too much: raise trainer.recompute, up to all; then lower "
             "trainer.microbatch_tokens, or raise parallel.tensor"
         )
@@ -317,14 +359,14 @@ def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> lis
         f"memory of a trainer GPU, estimated: state {trainer.state / _GB:.1f} GB, and activations "
         f"{trainer.activations / _GB:.1f} GB or the optimizer's step "
         f"{trainer.optimizer_step / _GB:.1f} GB, peak {trainer.peak / _GB:.1f} of "
-        f"{machine.memory_bytes / _GB:.0f} GB{over}",
-        f"memory of an engine GPU, estimated: weights {weights / _GB:.1f} GB, {beside}KV of "
-        f"{max(0, tokens):,} tokens an engine",
+        f"{machine.memory_bytes / _GB:.0f} GB{warning}",
+        f"memory of an engine GPU, estimated: weights {weights / _GB:.1f} GB, {for_update}"
+        f"KV cache of {max(0, tokens):,} tokens per engine",
     ]
 
 
 def modeled(config: RunConfig, machine: Machine) -> SimulationConfig:
-    """Return the simulation of the run as it is: on this machine, with its placement."""
+    """Return the settings with which the simulator models this run on this machine."""
     simulation, placement = simulation_of(config), config.engines.placement
     gpu = simulation.simulate.gpu
     changes = {"name": machine.gpu or gpu.name, "memory_gb": machine.memory_bytes / _GB}
@@ -333,5 +375,6 @@ def modeled(config: RunConfig, machine: Machine) -> SimulationConfig:
 
 
 def _sheet_of(device_name: str) -> GpuName | None:
-    """The data sheet of a device as CUDA names it."""
+    """Return the name of the data sheet for a device name as CUDA reports it; None if there is
+    none."""
     return next((name for name in DATA_SHEETS if name in device_name), None)

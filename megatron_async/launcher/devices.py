@@ -1,9 +1,9 @@
-"""Split of one machine's GPUs into those that train and those that generate; is Ray used there?
+"""Divides one machine's GPUs between trainer and engines, and decides whether Ray is used there.
 
-A place hands out the GPUs that it was opened with, and torchrun's ranks count from the first that
-they see: without a split both would begin with the same one.
+A process backend assigns the GPUs that it was opened with, and torchrun's ranks count from the
+first GPU that they see. Without a split both would start with the same GPU.
 
-Nothing here starts or writes anything: commands ask before they make a run directory.
+Functions here start and write nothing, so commands call them before they create a run directory.
 """
 
 import importlib.util
@@ -18,94 +18,108 @@ from megatron_async.errors import UserError
 from megatron_async.process_backends.local import visible_gpus
 from megatron_async.runtime.gpus import sees_gpu
 
-RUNNING_RAY_VARIABLE: Final = "RAY_ADDRESS"  # of a cluster that runs already
+RUNNING_RAY_VARIABLE: Final = "RAY_ADDRESS"  # address of a running cluster
 
 
 def uses_ray(config: RunConfig) -> bool:
-    """Return whether a run on one machine is in a Ray cluster, as `cluster` asks for it."""
+    """Return whether a run on one machine uses Ray: `cluster` is ray, or auto while RAY_ADDRESS is
+    set."""
     running = bool(os.environ.get(RUNNING_RAY_VARIABLE))
     return config.cluster == "ray" or (config.cluster == "auto" and running)
 
 
 def check_ray(config: RunConfig, nodes: int = 1) -> None:
-    """Check that Ray is installed where it is used. Raises UserError."""
+    """Raise UserError if the run needs Ray (several nodes, or `cluster`) and Ray is not
+    installed."""
     if (nodes > 1 or uses_ray(config)) and importlib.util.find_spec("ray") is None:
-        wanted = f"{nodes} nodes are" if nodes > 1 else f"cluster {config.cluster} is"
+        reason = f"{nodes} nodes are used" if nodes > 1 else f"cluster is {config.cluster}"
         raise UserError(
-            f"{wanted} used through Ray, which is not installed: pip install "
+            f"{reason}, which requires Ray, and Ray is not installed: pip install "
             '"megatron_async[cluster]", or set cluster local on one machine'
         )
 
 
 def running_ray(config: RunConfig) -> str | None:
-    """The Ray cluster that runs already and that a run on one machine uses; None: there is none."""
+    """Return the address of the running Ray cluster that a one-machine run uses; None if it uses
+    none."""
     return os.environ.get(RUNNING_RAY_VARIABLE) or None if uses_ray(config) else None
 
 
 @dataclass(frozen=True)
 class DeviceSplit:
-    """Values of CUDA_VISIBLE_DEVICES; both None where there is nothing to divide."""
+    """CUDA_VISIBLE_DEVICES of trainers and of engines; both None if the GPUs are not divided."""
 
     trainers: str | None = None
     engines: str | None = None
 
 
 def split_devices(gpus: Sequence[str], config: RunConfig) -> DeviceSplit:
-    """The trainer's ranks take the first GPUs, the engines the next.
+    """Assign the first of `gpus` to the trainer's ranks and the next to the engines.
 
-    No split where they are meant to share (`engines.placement: colocated`), and where weights go
-    over files and there are too few for both: the two then meet on the first ones. Raises UserError
-    for what cannot work on these GPUs.
+    GPUs are not divided if the two are meant to share them (`engines.placement: colocated`), or if
+    there are too few and weights are sent through files; both then use the first GPUs.
+
+    Raises:
+        UserError: The settings cannot work on these GPUs.
     """
     check_sharing(config)
-    ranks, wanted = config.parallel.ranks, config.engines.count * config.engines.tensor
+    ranks, for_engines = config.parallel.ranks, config.engines.count * config.engines.tensor
     if config.engines.placement == "disaggregated":
-        if ranks + wanted <= len(gpus):
-            return DeviceSplit(",".join(gpus[:ranks]), ",".join(gpus[ranks : ranks + wanted]))
+        if ranks + for_engines <= len(gpus):
+            engines = gpus[ranks : ranks + for_engines]
+            return DeviceSplit(",".join(gpus[:ranks]), ",".join(engines))
         if config.weights.transport == "distributed":
             raise UserError(
-                f"parallel.ranks {ranks} and engines.count x engines.tensor {wanted} need "
-                f"{ranks + wanted} GPUs with weights.transport distributed, and there are "
-                f"{len(gpus)}: set fewer, or engines.placement colocated with weights.transport "
-                "tensor"
+                f"parallel.ranks {ranks} and engines.count x engines.tensor {for_engines} need "
+                f"{needed} GPUs with weights.transport distributed; this machine has {len(gpus)}. "
+                "Lower "
+                "them, or set engines.placement colocated with weights.transport tensor."
             )
     check_ranks(len(gpus), config)
     return DeviceSplit()
 
 
 def check_ranks(gpus: int, config: RunConfig, source: str = "this machine has") -> None:
-    """Each trainer rank of a node has one of its `gpus` of its own. Raises UserError.
+    """Raise UserError unless a node has a separate GPU for each of its trainer ranks.
 
-    `source` ends with a verb: where that number comes from.
+    Args:
+        gpus: GPUs of the node.
+        config: The run's settings.
+        source: Where that number comes from, ending with a verb, for the message.
     """
     needed = config.parallel.ranks // config.parallel.nodes
     if needed > gpus:
         raise UserError(
             f"parallel.ranks {config.parallel.ranks} on parallel.nodes {config.parallel.nodes} "
-            f"needs {needed} GPUs a node, one for each rank, and {source} {gpus}"
+            f"needs {needed} GPUs per node, one for each rank; {source} {gpus}"
         )
 
 
 def check_sharing(config: RunConfig) -> None:
-    """Check that engines on GPUs can take weights by the configured transport. Raises UserError."""
+    """Raise UserError if the weight transport needs shared GPUs, but the engines have separate
+    ones."""
     if config.engines.placement != "colocated" and config.weights.transport == "tensor":
         raise UserError(
-            "weights.transport tensor hands weights over on a GPU that both use, and with "
-            "engines.placement disaggregated engines have GPUs of their own: set "
-            "weights.transport distributed, or engines.placement colocated"
+            "weights.transport is tensor, which requires trainer and engines on the same GPU, but "
+            "engines.placement is disaggregated, which gives engines separate GPUs. Set "
+            "weights.transport distributed, or engines.placement colocated."
         )
 
 
 def check_trainer_here(config: RunConfig) -> None:
-    """The trainer runs on CUDA wherever it is, whatever the engines do. Raises UserError."""
+    """Raise UserError if this machine has GPUs, but fewer than its trainer ranks (which always use
+    CUDA)."""
     if sees_gpu():
         check_ranks(len(visible_gpus()), config)
 
 
 def split_of_this_machine(config: RunConfig) -> DeviceSplit:
-    """Split the GPUs that this process may use; none with a Ray cluster that runs already.
+    """Divide the GPUs that this process may use between trainer and engines.
 
-    Such a cluster has GPUs of its own to hand out. Raises UserError.
+    With a running Ray cluster nothing is divided, because the cluster assigns its own GPUs.
+
+    Raises:
+        UserError: The settings cannot work on these GPUs, or Ray is missing.
     """
     check_ray(config)
     check_trainer_here(config)

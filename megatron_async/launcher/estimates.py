@@ -1,15 +1,15 @@
-"""Arithmetic about a run on GPUs: memory, checkpoints, the time of a stop and of a step.
+"""Estimates for a run on GPUs: memory, checkpoints, the time of a stop and of a step.
 
-`launch --dry-run`, `train --dry-run` and `doctor` show it (`figures`), the header of each shipped
-file is `simulate --figures` of it, the job script has the time of a stop from here, and a start
-compares the room on disk.
+`launch --dry-run`, `train --dry-run` and `doctor` show them. The headers of the shipped
+configuration files contain them (`simulate --figures`), the Slurm job script gets the time of a
+stop from here, and every start compares the checkpoints' size with the free disk space.
 
-A stop that Slurm asks for costs at most the step under way, and then a save. A save that was under
-way at the signal goes on during that step, and must have ended before the next one begins.
+A stop that Slurm requests takes at most the rest of the current step and then one save. A save that
+was running at the signal continues during that step, and must end before the next save starts.
 
 Invariants
 - Rates are settings of the run (`checkpoint.write_gb_per_s`) or assumptions of the simulator;
-  nothing here is measured.
+  nothing is measured here.
 """
 
 from __future__ import annotations
@@ -30,51 +30,68 @@ from megatron_async.simulate.build import simulate, trainer_costs
 from megatron_async.simulate.memory import checkpoint_bytes
 from megatron_async.simulate.planner import training_seconds
 
-# What train.sbatch needs at most after the trainers' end: to end the rest, and to be queued again.
+# Longest time that train.sbatch needs after the trainers' end, to end the other processes and to
+# queue the job again.
 END_SECONDS: Final = 90
-# On a CPU, where no step is estimated, and of small models.
-_LEAST_STOP_SECONDS: Final = 90
+# Used on a CPU, where no step is estimated, and for small models.
+_MIN_STOP_SECONDS: Final = 90
 _GB: Final = 1e9
 _STEPS: Final = 1000
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Bytes of one, seconds of writing it, and how many lie on disk at once."""
+    """Estimated size of a run's checkpoints.
+
+    Attributes:
+        size: Bytes of one checkpoint.
+        write_seconds: Time to write one checkpoint.
+        limit: Largest number of checkpoints on disk at once.
+    """
 
     size: float
     write_seconds: float
-    most: int
+    limit: int
 
     @classmethod
     def of(cls, config: RunConfig, shape: ModelShape) -> Checkpoints:
-        """Bytes of the checkpoints that are kept and of one being written. Raises UserError."""
+        """Estimate the checkpoints of a run whose model has this shape.
+
+        Raises:
+            UserError: Writing one takes longer than `checkpoint.timeout_seconds`.
+        """
         settings, size = config.checkpoint, checkpoint_bytes(shape)
         write = size / (settings.write_gb_per_s * _GB)
         if write > settings.timeout_seconds:
             raise UserError(
-                f"checkpoint.timeout_seconds is {settings.timeout_seconds:g}, and writing one of "
-                f"{size / _GB:.0f} GB takes {write:.0f} s at checkpoint.write_gb_per_s "
-                f"{settings.write_gb_per_s:g}: raise the first, or the second if that is wrong"
+                f"checkpoint.timeout_seconds is {settings.timeout_seconds:g}, but writing a "
+                f"checkpoint of {size / _GB:.0f} GB takes {write:.0f} s at "
+                "checkpoint.write_gb_per_s "
+                f"{settings.write_gb_per_s:g}. Raise checkpoint.timeout_seconds, or correct "
+                "checkpoint.write_gb_per_s."
             )
         return cls(size, write, min(settings.keep + 1, -(-config.steps // settings.every_steps)))
 
     def check_free_space(self, directory: RunDirectory) -> None:
-        """Check that there is room for them, beside those that lie there. Raises UserError."""
-        place = directory.checkpoints
-        room = sum(file.stat().st_size for file in place.rglob("*.safetensors"))
-        room += shutil.disk_usage(existing(place)).free
-        if room < self.most * self.size:
+        """Raise UserError if the disk of the run directory has too little space for the
+        checkpoints.
+
+        Existing checkpoints of the run count as free space, because they will be replaced.
+        """
+        folder = directory.checkpoints
+        free = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+        free += shutil.disk_usage(existing(folder)).free
+        if free < self.limit * self.size:
             raise UserError(
-                f"{self.most} checkpoints of {self.size / _GB:,.3g} GB lie in "
-                f"{directory.checkpoints} at once (checkpoint.keep, and the one that is written), "
-                f"and there is room for {room / _GB:,.3g} GB: lower checkpoint.keep, or set root "
-                "to another file system"
+                f"{folder} has free space for {free / _GB:,.3g} GB of checkpoints, but will "
+                f"contain {self.limit} of {self.size / _GB:,.3g} GB at once (checkpoint.keep, and "
+                "one that "
+                "is being written). Lower checkpoint.keep, or set root to another file system."
             )
 
 
 def estimate_lines(config: RunConfig, machine: Machine) -> list[str]:
-    """Layout, memory, and on GPUs storage and times, in lines for a person."""
+    """Return lines that describe layout and memory and, on GPUs, estimated storage and times."""
     lines = layout_lines(config, machine)
     if machine.device == "cpu":
         return lines
@@ -86,11 +103,12 @@ def estimate_lines(config: RunConfig, machine: Machine) -> list[str]:
 
 
 def _storage_and_times(config: SimulationConfig, shape: ModelShape, machine: Machine) -> list[str]:
+    """Return lines on checkpoints, the start, a stop, a weight update, and simulated steps."""
     checkpoints, layout = Checkpoints.of(config, shape), config.parallel
     stop = stop_seconds(config, checkpoints, machine)
-    # A node reads what its ranks hold once, from a file system that all nodes share.
-    held = min(1.0, layout.ranks / layout.nodes / (layout.tensor * layout.pipeline))
-    read = layout.nodes * held * BF16 * shape.parameters
+    # Each node reads the weights of its ranks once, from a file system that all nodes share.
+    share = min(1.0, layout.ranks / layout.nodes / (layout.tensor * layout.pipeline))
+    read = layout.nodes * share * BF16 * shape.parameters
     rate = config.checkpoint.write_gb_per_s
     gpus = layout.ranks
     if config.engines.placement == "disaggregated":
@@ -100,21 +118,22 @@ def _storage_and_times(config: SimulationConfig, shape: ModelShape, machine: Mac
     return [
         *_recomputation(config, shape),
         f"checkpoint: {checkpoints.size / _GB:,.0f} GB, written in {checkpoints.write_seconds:.0f} "
-        f"s at {rate:g} GB/s (checkpoint.write_gb_per_s); up to {checkpoints.most} at once, "
-        f"{checkpoints.most * checkpoints.size / 1e12:.2f} TB of free space",
+        f"s at {rate:g} GB/s (checkpoint.write_gb_per_s); up to {checkpoints.limit} at once, "
+        f"{checkpoints.limit * checkpoints.size / 1e12:.2f} TB of free space",
         f"start: trainers read {read / _GB:,.0f} GB of weights, {read / _GB / rate:.0f} s at that "
         "rate",
-        f"stop: up to {stop} s, and {END_SECONDS} s to end the job: Slurm signals "
-        f"{stop + END_SECONDS} s before its limit",
+        f"stop: up to {stop} s, and {END_SECONDS} s to end the job, so Slurm sends the signal "
+        f"{stop + END_SECONDS} s before the time limit",
         f"weight update: {trainer_costs(config).publish_seconds:.1f} s",
-        f"simulated: {found.step_seconds:.1f} s a step, {found.tokens_per_second:,.0f} trained "
+        f"simulated: {found.step_seconds:.1f} s per step, {found.tokens_per_second:,.0f} trained "
         f"tokens/s, idle {100 * found.gpu_idle:.0f} % of all GPUs, lag {found.lag_mean:.1f}; "
         f"{_STEPS:,} steps take {hours:,.0f} GPU-hours",
     ]
 
 
 def _recomputation(config: SimulationConfig, shape: ModelShape) -> list[str]:
-    """Return a line on `trainer.recompute` and the time that it saves."""
+    """Return a line on `trainer.recompute` and its effect on the time of a step; none if it is
+    "all"."""
     recompute, layers = config.trainer.recompute, shape.layers // config.parallel.pipeline
     if recompute == "all":
         return []
@@ -129,10 +148,17 @@ def _recomputation(config: SimulationConfig, shape: ModelShape) -> list[str]:
 
 
 def checkpoints_with_room(config: RunConfig, directory: RunDirectory) -> Checkpoints | None:
-    """The run's checkpoints; None where the shape of its model is not known. Raises UserError."""
+    """Estimate the run's checkpoints and check that the disk has space for them.
+
+    Returns:
+        None if the shape of the model is unknown.
+
+    Raises:
+        UserError: The disk has too little space, or writing one takes longer than allowed.
+    """
     try:
         shape = shape_of(config)
-    except UserError:  # a family of the user's own, with names of its own in config.json
+    except UserError:  # a user-defined family whose config.json has other names
         return None
     found = Checkpoints.of(config, shape)
     found.check_free_space(directory)
@@ -140,10 +166,10 @@ def checkpoints_with_room(config: RunConfig, directory: RunDirectory) -> Checkpo
 
 
 def stop_seconds(config: RunConfig, checkpoints: Checkpoints | None, machine: Machine) -> int:
-    """Longest time from the signal to a finalized checkpoint."""
+    """Return the estimated longest time from the stop signal to a finalized checkpoint."""
     if checkpoints is None:
-        return _LEAST_STOP_SECONDS
+        return _MIN_STOP_SECONDS
     step = training_seconds(modeled(config, machine)) if machine.device == "cuda" else 0.0
-    under_way = checkpoints.write_seconds if config.checkpoint.asynchronous else 0.0
-    found = math.ceil(max(step, under_way) + checkpoints.write_seconds)
-    return max(_LEAST_STOP_SECONDS, found)
+    running_save = checkpoints.write_seconds if config.checkpoint.asynchronous else 0.0
+    found = math.ceil(max(step, running_save) + checkpoints.write_seconds)
+    return max(_MIN_STOP_SECONDS, found)

@@ -1,15 +1,16 @@
-"""A node of a launch over several: `-m megatron_async.launcher.node ROLE RUN_DIR --index I`.
+"""Runs one node of a launch over several: `-m megatron_async.launcher.node ROLE RUN_DIR --index I`.
 
     rollout   node 0: Ray's head, the rollout manager, the session; others: Ray nodes for engines
-    trainer   torchrun with this node's trainer ranks, and a Ray node that only they talk through
+    trainer   torchrun with this node's trainer ranks, and a Ray node used only to reach the rollout
+    side
 
 The scripts in `launch/` start one such process on every node, in any order. The roles find each
-other through the session's files; no port is fixed.
+other through files of the session (one launch of a run); no port is fixed.
 
 Invariants
-- Exit codes: 0 the run is complete; 75 (EX_TEMPFAIL) it stopped with a checkpoint because it was
-  asked to, and should be queued again; 2 bad input; 1 a component has failed.
-- A role ends when its session is closed or superseded; its children end with it.
+- Exit codes: 0: the run is complete. 75 (EX_TEMPFAIL): the run stopped with a checkpoint because it
+  was asked to, and should be queued again. 2: bad input. 1: a component failed.
+- A role ends when its session is closed or superseded; its child processes end with it.
 - Every wait has a time limit.
 """
 
@@ -48,14 +49,15 @@ from megatron_async.run_directory import RunDirectory, RunOutcome
 REQUEUE_CODE = os.EX_TEMPFAIL
 _POLL_SECONDS = 0.5
 _RAY_STOP_SECONDS = 15.0
-# A raylet whose head has gone before it waits long for it, and has nothing else to do by then.
+# A Ray node that has lost its head would wait long for it, although nothing remains to be done.
 _RAY_JOINED_STOP_SECONDS = 3.0
-# Longer than file systems take to give up the locks of a host that is gone (NFS: 90 s).
+# Longer than file systems take to release the locks of a dead host (NFS: 90 s).
 _TAKEOVER_SECONDS = 150.0
 
 
 class Node:
-    """State that roles share: their place in the run, and their children."""
+    """State that all roles need: the run directory, the session, and this node's index and
+    address."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.directory, self.config = RunDirectory.launched(arguments.run_directory)
@@ -66,13 +68,13 @@ class Node:
         self.name = socket.gethostname().split(".")[0]
 
     def use_token(self) -> None:
-        """Ray's processes from here on show the session's token."""
+        """Make Ray processes started from now on authenticate with the session's token."""
         use_ray_token(self.session.token_file)
 
     @contextmanager
     def ray_node(self, *arguments: str) -> Iterator[ChildProcess]:
-        """`ray start` for the length of the block."""
-        directory = ray_directory()  # on every node; the others get its name from the head
+        """Run `ray start` with these arguments for the duration of the block."""
+        directory = ray_directory()  # created on every node; other nodes get its name from the head
         if "--head" in arguments:
             arguments = (*arguments, f"--temp-dir={directory}")
         log = f"ray-{self.session.path.name}-{self.name}-{os.getpid()}.log"
@@ -83,7 +85,7 @@ class Node:
                 f"--node-ip-address={self.address}",
                 "--disable-usage-stats",
                 "--dashboard-agent-listen-port=0",
-                "--include-log-monitor=false",  # logs are read where they lie
+                "--include-log-monitor=false",  # logs are read from the run directory
                 *arguments,
             ],
             log=self.directory.logs / log,
@@ -99,15 +101,15 @@ class Node:
 
 
 def run_rollout(node: Node) -> int:
-    """Role `rollout`."""
+    """Run the role `rollout` on this node and return the exit code."""
     if node.index > 0:
         return _join_rollout(node)
     with ExitStack() as stack:
-        stack.callback(node.session.close)  # also when the run is refused: the others wait
+        stack.callback(node.session.close)  # also if the run is refused, because other nodes wait
         _take_run(node, stack)
-        stack.callback(node.session.close)  # before the run is given up
+        stack.callback(node.session.close)  # runs before the run's lock is released
         node.use_token()
-        check_probe_tolerance(node.config)  # here: a login node may have other devices
+        check_probe_tolerance(node.config)  # here, because a login node may have other devices
         check_store(node.config, node.directory)
         port = free_port()
         address = f"{node.address}:{port}"
@@ -116,7 +118,7 @@ def run_rollout(node: Node) -> int:
             f"--port={port}",
             f"--ray-client-server-port={free_port()}",
             "--include-dashboard=false",
-            "--no-monitor",  # it would start nodes when there are too few
+            "--no-monitor",  # the monitor would start further nodes
         ) as ray_node:
             _wait_for_port(node.address, port, ray_node)
             node.session.publish("ray", {"address": address})
@@ -125,26 +127,36 @@ def run_rollout(node: Node) -> int:
 
 
 def _take_run(node: Node, stack: ExitStack) -> None:
-    """The run is this session's from here on. Raises UserError when another launch has it.
+    """Lock the run for this session until `stack` closes, and make the session the run's current
+    one.
 
-    What a lost node has left running of the same Slurm job ends itself as soon as it sees the new
-    session; then its lock is free.
+    A process that a lost node of the same Slurm job left running ends as soon as it sees the new
+    session, which releases its lock.
+
+    Raises:
+        UserError: Another launch uses the run.
     """
-    what, session = f"session {node.session.path.name}", node.session.path.name
+    session = node.session.path.name
     try:
-        stack.enter_context(hold_run_lock(node.directory, what, session=session))
+        stack.enter_context(hold_run_lock(node.directory, f"session {session}", session=session))
         node.session.begin()
-    except RunInUse as held:
-        if held.holder is None or not node.session.follows(held.holder.session):
+    except RunInUse as error:
+        if error.holder is None or not node.session.follows(error.holder.session):
             raise
         node.session.begin()
         stack.enter_context(
-            hold_run_lock(node.directory, what, session=session, wait_seconds=_TAKEOVER_SECONDS)
+            hold_run_lock(
+                node.directory,
+                f"session {session}",
+                session=session,
+                wait_seconds=_TAKEOVER_SECONDS,
+            )
         )
 
 
 def _join_rollout(node: Node) -> int:
-    """A further rollout node: Ray, until the session is closed."""
+    """Run a further rollout node: keep Ray running until the session is closed; return the exit
+    code."""
     address = node.session.wait_for("ray", RENDEZVOUS_SECONDS)["address"]
     node.use_token()
     with node.ray_node(f"--address={address}") as ray_node:
@@ -158,9 +170,12 @@ def _join_rollout(node: Node) -> int:
 def drive_rollout(
     config: RunConfig, directory: RunDirectory, ray_address: str, session: Session | None
 ) -> RunOutcome:
-    """Hold the rollout side in the Ray cluster at `ray_address` until the trainers have ended.
+    """Run the rollout side in the Ray cluster at `ray_address` until the trainers end; return the
+    outcome.
 
-    Raises UserError or ComponentFailure when the rollout side fails, or the session is over.
+    Raises:
+        UserError: Bad input, reported by the rollout side.
+        ComponentFailure: The rollout side failed, or the session was closed or superseded.
     """
     from megatron_async.launcher.rollout_side import RolloutSide
     from megatron_async.telemetry.progress import Progress
@@ -183,19 +198,23 @@ def drive_rollout(
             return progress.follow(ended, rollout.status)
         except BaseException:
             if session is not None:
-                session.close()  # first: trainers that wait for Ray must not find it gone
+                session.close()  # before Ray ends, so that waiting trainers learn the reason
             raise
 
 
 def _check_trainer_nodes(directory: RunDirectory, earlier: int) -> None:
-    """Check that no trainer node is gone without the run's end. Raises ComponentFailure."""
-    gone = lost_node_of(TRAINER_ROLE)
-    if gone is not None and directory.outcome(earlier) is None:
-        raise ComponentFailure(f"trainer node {gone} has left, and the run is not complete")
+    """Raise ComponentFailure if a trainer node has left the Ray cluster before the run ended.
+
+    `earlier` is the stamp of the previous start's outcome, which does not count as an end.
+    """
+    lost = lost_node_of(TRAINER_ROLE)
+    if lost is not None and directory.outcome(earlier) is None:
+        raise ComponentFailure(f"trainer node {lost} left the cluster before the run was complete")
 
 
 def run_trainer(node: Node) -> int:
-    """Role `trainer`. When it fails, the session is over for all."""
+    """Run the role `trainer` on this node and return the exit code; a failure closes the whole
+    session."""
     try:
         return _run_trainer(node)
     except (UserError, ComponentFailure, OSError):
@@ -207,7 +226,7 @@ def _run_trainer(node: Node) -> int:
     earlier = node.directory.outcome_stamp()
     address = node.session.wait_for("ray", RENDEZVOUS_SECONDS)["address"]
     if node.index == 0:
-        node.directory.pop_failure()  # of an earlier session
+        node.directory.pop_failure()  # left by an earlier session
     node.use_token()
     with (
         node.ray_node(
@@ -219,7 +238,7 @@ def _run_trainer(node: Node) -> int:
         _ranks(node, address) as ranks,
     ):
         while (code := ranks.poll()) is None:
-            # The session may end before torchrun does, but only after the outcome of this one.
+            # The session may be closed before torchrun ends, but only once the run has an outcome.
             if node.directory.outcome(earlier) is None:
                 node.session.check()
             time.sleep(_POLL_SECONDS)
@@ -227,12 +246,12 @@ def _run_trainer(node: Node) -> int:
 
 
 def _ranks(node: Node, ray_address: str) -> AbstractContextManager[ChildProcess]:
-    """`torchrun` with this node's ranks."""
+    """Start torchrun with this node's trainer ranks."""
     config = node.config
     if config.parallel.ranks % node.count:
         raise UserError(
-            f"parallel.ranks is {config.parallel.ranks}, which {node.count} trainer nodes do not "
-            "divide"
+            f"parallel.ranks is {config.parallel.ranks}, which is not divisible by the number of "
+            f"trainer nodes, {node.count}"
         )
     trainer_node = TrainerNode(node.session, node.index, node.count, node.address)
     return torchrun(
@@ -255,6 +274,8 @@ def _ranks(node: Node, ray_address: str) -> AbstractContextManager[ChildProcess]
 
 
 def _trainer_code(node: Node, code: int, ranks: ChildProcess) -> int:
+    """Return the exit code of a trainer node whose torchrun ended with `code`; raise its
+    failure."""
     if code == 0:
         return REQUEUE_CODE if node.directory.outcome() is RunOutcome.STOPPED else 0
     if node.index == 0:
@@ -263,17 +284,19 @@ def _trainer_code(node: Node, code: int, ranks: ChildProcess) -> int:
 
 
 def _wait_for_port(host: str, port: int, child: ChildProcess) -> None:
+    """Wait until Ray's head (`child`) listens on the port. Raises ComponentFailure if it does
+    not."""
     deadline = time.monotonic() + RENDEZVOUS_SECONDS
     while time.monotonic() < deadline:
         if child.poll() is not None:
             raise child.failure("Ray's head")
-        with socket.socket() as opened:
-            opened.settimeout(1.0)
-            if opened.connect_ex((host, port)) == 0:
+        with socket.socket() as connection:
+            connection.settimeout(1.0)
+            if connection.connect_ex((host, port)) == 0:
                 return
         time.sleep(_POLL_SECONDS)
     raise ComponentFailure(
-        f"Ray's head did not listen on {host}:{port} in {RENDEZVOUS_SECONDS:.0f} s"
+        f"Ray's head did not listen on {host}:{port} within {RENDEZVOUS_SECONDS:.0f} s"
     )
 
 
@@ -281,14 +304,16 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="megatron_async.launcher.node", description=__doc__)
     parser.add_argument("role", choices=("rollout", "trainer"))
     parser.add_argument("run_directory", type=Path)
-    parser.add_argument("--index", type=int, required=True, help="of this node in its role")
-    parser.add_argument("--count", type=int, required=True, help="nodes of this role")
-    parser.add_argument("--session", required=True, help="name of this launch, alike on all nodes")
+    parser.add_argument(
+        "--index", type=int, required=True, help="index of this node among the nodes of its role"
+    )
+    parser.add_argument("--count", type=int, required=True, help="number of nodes of this role")
+    parser.add_argument("--session", required=True, help="name of this launch, equal on all nodes")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code of this node."""
+    """Run this node's role and return its exit code."""
     parsed = _parse(arguments)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

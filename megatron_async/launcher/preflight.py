@@ -1,10 +1,10 @@
-"""Checks before any process starts: a missing model, an impossible layout, a bad task.
+"""Checks that refuse a run before any process starts: missing model, impossible layout, bad task.
 
 Invariants
-- Every refusal is a `UserError` of one sentence that names the remedy.
-- `train` and `launch` (also `--dry-run`), `doctor --config`, `sft` and `eval` make the same checks;
-  `settings --of` shows what they find. What may be mended is a default, never a value that was set;
-  a notice names it.
+- Every refusal is a `UserError` whose message names the remedy.
+- `train` and `launch` (also with `--dry-run`), `doctor --config`, `sft` and `eval` make the same
+  checks; `settings --of` shows their findings. A check may replace a default, never a value that
+  the user has set, and a notice names the replacement.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,15 +31,19 @@ from megatron_async.runtime.import_path import is_import_path
 from megatron_async.simulate.recomputation import check_recompute
 from megatron_async.tasks.data_identity import data_changes, data_identity
 
-# bfloat16 keeps eight bits: a log-prob of -5 is rounded by up to 0.016.
-_LEAST_TOLERANCE_OF_BFLOAT16 = 1e-3
+# bfloat16 has a precision of eight bits: a log-prob of -5 is rounded by up to 0.016.
+_MIN_TOLERANCE_OF_BFLOAT16 = 1e-3
 
 
 @dataclass(frozen=True)
 class PreflightResult:
-    """Settings that can start, and one sentence for each default that had to give way.
+    """Settings that passed the checks.
 
-    `summary`: what there is to train on, and what the templates made of the first prompt.
+    Attributes:
+        config: The settings, with defaults replaced where necessary.
+        notices: A message for each replaced default and each other finding.
+        summary: Description of the training data and of the first prompt as the chat template
+            renders it.
     """
 
     config: RunConfig
@@ -48,24 +52,25 @@ class PreflightResult:
 
 
 def check_model(path: Path | str, *, tokenizer: bool = True) -> None:
-    """Check that a Hugging Face directory has undamaged weights and, if asked, a tokenizer."""
+    """Raise UserError unless a Hugging Face directory has intact weights and, if asked, a
+    tokenizer."""
     from megatron_async.models.model_files import SafetensorsDirectory
 
     read_config_json(path)
     directory = Path(path)
     if not any(directory.glob("*.safetensors")):
-        raise UserError(f"model.path {path} holds no *.safetensors weights")
+        raise UserError(f"model.path is {path}, which contains no *.safetensors weights")
     if tokenizer and not any((directory / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(
-            f"model.path {path} holds no tokenizer: copy tokenizer.json and tokenizer_config.json "
-            "of the same model into it"
+            f"model.path is {path}, which contains no tokenizer. Copy tokenizer.json and "
+            "tokenizer_config.json of the same model into it."
         )
     with SafetensorsDirectory(path, framework="np") as weights:
         weights.open_all()
 
 
 def check_served(path: Path | str) -> None:
-    """Check a model that an engine alone will have, of whatever family. Raises UserError."""
+    """Raise UserError unless an engine can load the model at `path`, which may be of any family."""
     from megatron_async.models.model_files import check_weights
 
     check_model(path)
@@ -73,28 +78,36 @@ def check_served(path: Path | str) -> None:
 
 
 def check_engines(engines: EngineConfig) -> None:
-    """Check that other hosts reach engines only with a key: a client can change weights."""
+    """Raise UserError if other hosts can reach the engines without an API key.
+
+    A client of an engine can change its weights.
+    """
     if not (is_loopback(engines.host) or engines.api_key):
         raise UserError(
             f"engines.host is {engines.host!r}, which other hosts can reach, and engines.api_key "
-            "is empty; set a key, or leave engines.host at 127.0.0.1"
+            "is empty. Set a key, or leave engines.host at 127.0.0.1."
         )
 
 
 def check_one_machine(config: RunConfig) -> None:
-    """Check that a command which starts all ranks here may run `config`. Raises UserError."""
+    """Raise UserError if `config` needs several nodes, for commands that start all ranks on this
+    machine."""
     if config.parallel.nodes > 1:
         raise UserError(
-            f"parallel.nodes is {config.parallel.nodes}, and this command uses one machine; "
-            "`megatron-async launch` (sft: launch/slurm/sft.sbatch) starts it on several"
+            f"parallel.nodes is {config.parallel.nodes}, but this command uses one machine. "
+            "`megatron-async launch` (sft: launch/slurm/sft.sbatch) starts a run on several."
         )
 
 
 def check_probe_tolerance(config: RunConfig, device: str | None = None) -> None:
-    """Check that engines on this machine can agree with the trainer as closely as is asked.
+    """Raise UserError if `weights.probe_tolerance` is too strict for the engines' precision.
 
-    Those that do not are replaced until none is left, minutes after the start. `device`: what
-    `auto` means there; None: what this host has.
+    Engines that differ more from the trainer are replaced until none is left, minutes after the
+    start.
+
+    Args:
+        config: The run's settings.
+        device: Kind of device that `engines.device: auto` means there; None for that of this host.
     """
     from megatron_async.engines.sglang.process import resolve_device, resolve_dtype
 
@@ -105,37 +118,44 @@ def check_probe_tolerance(config: RunConfig, device: str | None = None) -> None:
     tolerance = weights.probe_tolerance
     if tolerance is None or weights.verify == "never" or dtype == "float32":
         return
-    if tolerance < _LEAST_TOLERANCE_OF_BFLOAT16:
+    if tolerance < _MIN_TOLERANCE_OF_BFLOAT16:
         raise UserError(
-            f"weights.probe_tolerance is {tolerance:g}, which takes float32, and engines.dtype "
-            f"{engines.dtype} is {dtype} here: leave weights.probe_tolerance out, or set "
-            "engines.dtype and model.dtype float32"
+            f"weights.probe_tolerance is {tolerance:g}, which requires float32, but engines.dtype "
+            f"{engines.dtype} means {dtype} here. Remove weights.probe_tolerance, or set "
+            "engines.dtype and model.dtype float32."
         )
 
 
 def check_store(config: RunConfig, directory: RunDirectory) -> None:
-    """Check, where the rollout manager runs, that the trajectory store has a disk for it."""
+    """Raise UserError if the trajectory store cannot be written on this host, which runs the
+    manager."""
     from megatron_async.store.location import check_location, location_of_writer
 
     check_location(location_of_writer(directory.store_file, config.store.directory))
 
 
 def _check_checkpoint(path: Path, architecture: Architecture) -> None:
-    """Check its manifest; the files are verified when they are read."""
+    """Raise UserError unless `path` has a checkpoint manifest that fits the model.
+
+    The checkpoint's other files are verified when they are read.
+    """
     from megatron_async.checkpoint.placement import incompatibility
 
     if not is_checkpoint(path):
-        raise UserError(f"model.checkpoint {str(path)!r} has no {MANIFEST_NAME}: not a checkpoint")
+        raise UserError(
+            f"model.checkpoint is {str(path)!r}, which has no {MANIFEST_NAME} and is no checkpoint"
+        )
     checkpoint = open_checkpoint(path, "model.checkpoint", lambda _: [])
     if fault := incompatibility(checkpoint.manifest, architecture, None):
-        raise UserError(f"model.checkpoint {path} does not fit the model of model.path: {fault}")
+        raise UserError(f"model.checkpoint is {path}, which does not fit model.path: {fault}")
 
 
 def check_resume(directory: RunDirectory, config: RunConfig, from_step: int | None = None) -> None:
-    """Refuse what a run left that cannot be gone on from. Raises UserError.
+    """Raise UserError if the run in `directory` cannot be resumed with `config`.
 
-    Checkpoints of another version's format or another optimizer, a damaged manifest of what may be
-    the newest (which going back to `from_step` sets aside), a lost number of the lineage.
+    Reasons are: checkpoints of another format version or another optimizer, a damaged manifest of
+    what may be the newest checkpoint (ignored with `from_step`, which sets that checkpoint aside),
+    and a missing lineage number.
     """
     directory.lineages_so_far()
     if from_step is None:
@@ -144,54 +164,64 @@ def check_resume(directory: RunDirectory, config: RunConfig, from_step: int | No
         name, saved = config.optimizer.name, checkpoint.manifest.optimizer
         if saved not in (None, name):
             raise UserError(
-                f"optimizer.name is {name!r}, and {checkpoint.path} holds the state of {saved!r}: "
-                "leave it as it was, or start a new run from these weights with "
-                f"model.checkpoint={checkpoint.path}"
+                f"optimizer.name is {name!r}, but {checkpoint.path} holds the state of {saved!r}. "
+                f"Set it to {saved!r}, or start a new run from these weights with "
+                f"model.checkpoint={checkpoint.path}."
             )
 
 
 def check_same_run(
     directory: RunDirectory, before: RunConfig, config: RunConfig
 ) -> tuple[str, ...]:
-    """Refuse a resume that changes the run's directory, model, weights or data.
+    """Raise UserError if a resume would change the run's directory, model, weights or data.
 
-    Returns notices of data files that have changed and that task.changed_data accepts. Raises
-    UserError.
+    Args:
+        directory: The run directory.
+        before: Settings of the run so far.
+        config: Settings of the resume.
+
+    Returns:
+        Notices of changed data files that `task.changed_data: accept` allows.
     """
     if RunDirectory.of(config) not in (RunDirectory.of(before), directory):
         key, value = ("name", config.name) if config.name != before.name else ("root", config.root)
         raise UserError(
-            f"{key} is {value!r}, and the run of {directory.path} stays where it is: leave it out, "
-            "or rename the directory and resume that"
+            f"{key} is {value!r}, but a resume cannot move the run {directory.path}. Remove {key}, "
+            "or rename the directory and resume that."
         )
     own = next(iter(list_checkpoints(directory.checkpoints)), None)
     if own and config.model.checkpoint not in ("", before.model.checkpoint):
         raise UserError(
-            f"model.checkpoint is {config.model.checkpoint!r}, and {directory.path} goes on from "
-            f"its own checkpoint {own.path.name}: leave it out, or start a new run under another "
-            "name"
+            f"model.checkpoint is {config.model.checkpoint!r}, but {directory.path} resumes from "
+            f"its own checkpoint {own.path.name}. Remove model.checkpoint, or start a new run "
+            "under "
+            "another name."
         )
     for difference in _differences(directory, before, config):
         raise UserError(
-            f"model.path is {config.model.path!r}, and {directory.path} is a run of another model: "
-            f"{difference}; resume it with the model that it began with (model.path was "
-            f"{before.model.path!r}), or start a new run under another name"
+            f"model.path is {config.model.path!r}, but {directory.path} is a run of another model: "
+            f"{difference}. Resume it with its own model (model.path was {before.model.path!r}), "
+            "or start a new run under another name."
         )
     known = directory.data_identity()
     changes = data_changes(known, data_identity(config, known))
     if changes and config.task.changed_data == "refuse":
         raise UserError(
-            f"the data are not those that {directory.path} began with: {'; '.join(changes)}. Its "
-            "position in the data, its held-out problems and its accuracies belong to the former "
-            "files: restore them, go on with the new ones by task.changed_data=accept, or start a "
-            "new run"
+            f"the data files of {directory.path} have changed since its start: "
+            f"{'; '.join(changes)}. "
+            "The run's position in the data, its held-out problems and its accuracies belong to "
+            "the former files. Restore them, accept the new ones by task.changed_data=accept, or "
+            "start a new run."
         )
-    return tuple(f"the data have changed (task.changed_data accept): {one}" for one in changes)
+    return tuple(f"the data have changed (task.changed_data accept): {text}" for text in changes)
 
 
 def _differences(directory: RunDirectory, before: RunConfig, config: RunConfig) -> Iterator[str]:
-    """Compare with the newest checkpoint, with the tokenizer that the run noted at its start, and
-    with the model that it had where that is."""
+    """Yield each way in which the model or tokenizer of `config` differs from the run's own.
+
+    Compared are the newest checkpoint, the tokenizer's digest that the run stored at its start, and
+    the former model if its directory still exists.
+    """
     from megatron_async.checkpoint.placement import incompatibility
     from megatron_async.models.families import read_architecture
 
@@ -204,14 +234,19 @@ def _differences(directory: RunDirectory, before: RunConfig, config: RunConfig) 
         now = asdict(architecture)
         for name, was in asdict(read_architecture(old.path, old.family)).items():
             if was != now[name] and name != "dtype":
-                yield f"its {name} is {was}, and the other's is {now[name]}"
+                yield f"the run's {name} is {was}, the new model's is {now[name]}"
     tokenizer = directory.tokenizer_digest() or tokenizer_digest(old.path)
     if tokenizer and tokenizer != tokenizer_digest(new.path):
-        yield "its tokenizer or its chat template is another"
+        yield "the tokenizer or the chat template differs"
 
 
 def check_policy(config: RunConfig, *, tokenizer: bool = True) -> Architecture:
-    """Check the model, its weights and their layout over the trainer's ranks."""
+    """Raise UserError unless the model, its weights and its layout over the trainer's ranks are
+    valid.
+
+    Returns:
+        The model's architecture.
+    """
     from megatron_async.models.families import read_architecture
     from megatron_async.models.layout import check_layout
     from megatron_async.models.model_files import check_weights
@@ -228,16 +263,21 @@ def check_policy(config: RunConfig, *, tokenizer: bool = True) -> Architecture:
 
 
 def check_run(config: RunConfig, *, generates: bool = True) -> PreflightResult:
-    """Model, weights, the parallel layout, engines and task, without starting anything.
+    """Check model, weights, parallel layout, engines and task, without starting anything.
 
-    `generates`: engines will be asked for responses to the task's prompts; else worked answers are
-    trained on.
+    Args:
+        config: The run's settings.
+        generates: Whether engines will generate responses; otherwise the run trains on worked
+            answers (fine-tuning).
+
+    Raises:
+        UserError: The run cannot start.
     """
     from megatron_async.models.layout import check_engine_layout
     from megatron_async.telemetry.trackers.build import build_trackers
 
     check_engines(config.engines)
-    if is_import_path(config.algorithm.loss.name):  # only then is torch needed here
+    if is_import_path(config.algorithm.loss.name):  # this check imports torch
         from megatron_async.algorithms.own_loss import check_own_loss
 
         check_own_loss(config.algorithm)
@@ -248,8 +288,8 @@ def check_run(config: RunConfig, *, generates: bool = True) -> PreflightResult:
     if config.engines.quantization == "fp8":
         if config.model.family:
             raise UserError(
-                f"model.family is {config.model.family!r}, and engines.quantization fp8 has our "
-                "own families only; set engines.quantization none"
+                f"model.family is {config.model.family!r}; engines.quantization fp8 supports only "
+                "built-in families. Set engines.quantization none."
             )
         from megatron_async.engines.sglang.process import resolve_device
         from megatron_async.weight_sync.quantize import check_fp8
@@ -259,21 +299,25 @@ def check_run(config: RunConfig, *, generates: bool = True) -> PreflightResult:
 
 
 def check_run_leniently(config: RunConfig) -> PreflightResult:
-    """Check the run as `check_run` does; a refusal, which only a start must heed, is a notice."""
+    """Check the run as `check_run` does, but return a refusal as a notice instead of raising it."""
     try:
         return check_run(config)
     except (UserError, ComponentFailure) as error:
-        return PreflightResult(config, (f"train refuses this: {error}",))
+        return PreflightResult(config, (f"train refuses this run: {error}",))
 
 
 def check_evaluation(config: RunConfig, model_path: Path) -> PreflightResult:
-    """The checkpoint, and the task with its tokenizer, without starting anything."""
+    """Check a checkpoint for evaluation, and the task with its tokenizer, without starting
+    anything."""
     check_served(model_path)
     return _check_task(config.with_section("model", path=str(model_path)), trains=False)
 
 
 def _check_task(config: RunConfig, *, trains: bool = True) -> PreflightResult:
-    """Prompts against the engines' limits, and their number against what is asked for."""
+    """Build the task and check its prompts: rewards, lengths, episodes, and the number of problems.
+
+    `trains` is whether training batches will be drawn from the task.
+    """
     from megatron_async.rollout.prompt_lengths import max_sequence_tokens
     from megatron_async.scoring.rewards.check import TRIED_ROWS, check_rewards
     from megatron_async.tasks import build_task
@@ -281,38 +325,39 @@ def _check_task(config: RunConfig, *, trains: bool = True) -> PreflightResult:
     task = build_task(config.task, config.model.path, config.eval, has_episodes=config.has_episodes)
     payloads = [prompt.payload for prompt in task.train_prompts(0, TRIED_ROWS)]
     untried = check_rewards(config.scorers, *payloads) if config.scores else ()
-    longest, left_out = max_sequence_tokens(config), 0
+    longest, excluded = max_sequence_tokens(config), 0
     if longest is not None:
-        _check_room(config, longest)
-        left_out = task.check_lengths(longest, config.sampling.max_new_tokens)
-    played = _played(config, payloads[0], longest)
+        _check_prompt_budget(config, longest)
+        excluded = task.check_lengths(longest, config.sampling.max_new_tokens)
+    trial = _trial_episode(config, payloads[0], longest)
     training, heldout = task.counts(config.eval.prompts)
     groups = config.schedule.groups_per_batch
     if trains and training is not None and groups > training:
         raise UserError(
-            f"schedule.groups_per_batch is {groups}, and task.path {config.task.path} has "
-            f"{training} training problems (the rest are held out, task.heldout_share "
-            f"{config.task.heldout_share:g}): a batch would hold a problem twice; lower "
-            "schedule.groups_per_batch or add problems"
+            f"schedule.groups_per_batch is {groups}, but task.path {config.task.path} has only "
+            f"{training} training problems (others are held out, task.heldout_share "
+            f"{config.task.heldout_share:g}), so a batch would contain a problem twice. Lower "
+            "schedule.groups_per_batch or add problems."
         )
     checked = PreflightResult(config)
     if config.task.heldout_share:
         checked = _with_heldout(config, heldout)
-    for one in checked.config.eval_sets():
-        most = None if longest is None else longest - one.sampling.max_new_tokens
-        task.check_evaluation(one.prompts, one.name, most)
+    for eval_set in checked.config.eval_sets():
+        limit = None if longest is None else longest - eval_set.sampling.max_new_tokens
+        task.check_evaluation(eval_set.prompts, eval_set.name, limit)
     more = ""
-    if left_out:
-        more = f"\nleft out as too long (task.long_prompts: filter): {left_out:,}"
+    if excluded:
+        more = f"\nexcluded because too long (task.long_prompts: filter): {excluded:,}"
     return replace(
         checked,
-        summary=task.summary() + more + played.summary,
-        notices=(*checked.notices, *_other_recipe(config), *untried, *played.notices),
+        summary=task.summary() + more + trial.summary,
+        notices=(*checked.notices, *_other_recipe(config), *untried, *trial.notices),
     )
 
 
 def _other_recipe(config: RunConfig) -> Iterator[str]:
-    """Yield a notice where only the schedule was chosen and the default recipe is for another."""
+    """Yield a notice if the schedule's preset was chosen, but the default recipe is made for
+    another one."""
     recipe, preset = config.algorithm.recipe, config.schedule.preset
     chosen = "preset" in config.explicit.get("schedule", {})
     named = "recipe" in config.explicit.get("algorithm", {})
@@ -320,14 +365,16 @@ def _other_recipe(config: RunConfig) -> Iterator[str]:
     if chosen and not named and presets[recipe] != preset:
         others = [name for name, its in presets.items() if its == preset]
         yield (
-            f"schedule.preset is {preset}, and algorithm.recipe keeps its default {recipe}: "
+            f"schedule.preset is {preset}, but algorithm.recipe has its default {recipe}, so "
             f"advantage, loss and correction are those of {recipe}. Recipes for this schedule: "
             f"{', '.join(others)}"
         )
 
 
-def _played(config: RunConfig, payload: Mapping[str, Any], longest: int | None) -> PreflightResult:
-    """An episode, where trajectories are some."""
+def _trial_episode(
+    config: RunConfig, payload: Mapping[str, Any], longest: int | None
+) -> PreflightResult:
+    """Run a trial episode if the run uses an environment; return its notices and summary."""
     if not config.has_episodes:
         return PreflightResult(config)
     from megatron_async.environments.check import check_environment
@@ -336,46 +383,54 @@ def _played(config: RunConfig, payload: Mapping[str, Any], longest: int | None) 
     return PreflightResult(config, found.notices, f"\n{found.summary}")
 
 
-def _check_room(config: RunConfig, longest: int) -> None:
+def _check_prompt_budget(config: RunConfig, longest: int) -> None:
+    """Raise UserError if `sampling.max_new_tokens` leaves no tokens for a prompt."""
     new = config.sampling.max_new_tokens
     if new >= longest:
         raise UserError(
-            f"sampling.max_new_tokens is {new}, and an engine takes {longest} tokens of prompt and "
-            "response together (engines.context_length, else the model's; "
-            "engines.max_total_tokens): no prompt fits; lower the first or raise the others"
+            f"sampling.max_new_tokens is {new}, but an engine accepts at most {longest} tokens of "
+            "prompt and response together (engines.context_length or the model's context, and "
+            "engines.max_total_tokens), so no prompt fits. Lower sampling.max_new_tokens or raise "
+            "the others."
         )
 
 
 def _with_heldout(config: RunConfig, heldout: int) -> PreflightResult:
-    """Fewer held-out problems than the default are all asked; than a number that was set, not."""
-    wanted, share = config.eval.prompts, config.task.heldout_share
-    if heldout >= wanted:
+    """Lower the default of `eval.prompts` to the number of held-out problems, with a notice.
+
+    Raises:
+        UserError: `eval.prompts` was set by the user and is too large, or no problem is held out.
+    """
+    requested, share = config.eval.prompts, config.task.heldout_share
+    if heldout >= requested:
         return PreflightResult(config)
     has = f"the task has {heldout} held-out problems (task.heldout_share {share:g})"
     if heldout == 0 or "prompts" in config.eval.model_fields_set:
         raise UserError(
-            f"eval.prompts is {wanted}, and {has}, equal prompts being one; lower eval.prompts, "
-            "raise task.heldout_share, add problems, or hold none out (task.heldout_share 0)"
+            f"eval.prompts is {requested}, but {has}, where equal prompts count once. Lower "
+            "eval.prompts, raise task.heldout_share, add problems, or hold out none "
+            "(task.heldout_share 0)."
         )
     return PreflightResult(
         config.with_section("eval", prompts=heldout),
-        (f"eval.prompts is {heldout} instead of its default {wanted}: {has}",),
+        (f"eval.prompts is {heldout} instead of its default {requested}: {has}",),
     )
 
 
 def _check_worked_answers(config: RunConfig) -> PreflightResult:
+    """Check that there are enough worked examples for one batch of fine-tuning."""
     from megatron_async.tasks import build_task
 
     task = build_task(config.task, config.model.path, config.eval)
-    size, wanted = config.sft.batch_sequences, config.sft.examples
-    if not config.sft.data:  # those are made, and of a file every row is looked at
-        wanted = min(size, wanted)
-    found = len(task.worked_examples(wanted, config.sft.file()))
+    size, count = config.sft.batch_sequences, config.sft.examples
+    if not config.sft.data:  # generated examples need no check; of a file every row is read
+        count = min(size, count)
+    found = len(task.worked_examples(count, config.sft.file()))
     if found < size:
         source = f"sft.data {config.sft.data} has" if config.sft.data else "sft.examples is"
         raise UserError(
-            f"sft.batch_sequences is {size}, and {source} {found}: a batch would be larger than "
-            "the data; lower sft.batch_sequences"
+            f"sft.batch_sequences is {size}, but {source} only {found}, so a batch would be larger "
+            "than the data. Lower sft.batch_sequences."
         )
     if config.sft.data:
         config = config.with_section("sft", examples=found)

@@ -1,4 +1,4 @@
-"""torchrun, for the trainer ranks of this machine."""
+"""Runs torchrun for the trainer ranks of this machine."""
 
 import os
 import signal
@@ -22,29 +22,36 @@ def torchrun(
     max_restarts: int = 0,
     rendezvous: Sequence[str] | None = None,
 ) -> Iterator[ChildProcess]:
-    """`torchrun` of this interpreter for this machine's ranks, ended with the block.
+    """Run this interpreter's torchrun for this machine's ranks; end it with the block.
 
-    `environment`: from `launcher.environment.trainer_environment`. `rendezvous`: the options by
-    which it finds the agents of other machines (`launcher/session.py`). Without, its ranks meet by
-    files: stores of torch would listen on every interface, to anybody.
+    Args:
+        ranks: Number of ranks on this machine.
+        module: Module that each rank runs.
+        *arguments: Arguments of the module.
+        log_file: File for the output of all ranks.
+        environment: Variables from `launcher.environment.trainer_environment`.
+        max_restarts: How often torchrun restarts all ranks after one failed.
+        rendezvous: torchrun's options to find the agents of other machines (`launcher/session.py`).
+            None if there are no others; the ranks then connect through files, because torch's
+            network stores would listen on every interface.
     """
-    with private_directory() as place:
-        added = temporary_files(place, {**os.environ, **environment})
+    with private_directory() as folder:
+        added = temporary_files(folder, {**os.environ, **environment})
         environment = {**environment, **added}
         if rendezvous is None:
-            environment = {**environment, RENDEZVOUS_VARIABLE: str(place)}
+            environment = {**environment, RENDEZVOUS_VARIABLE: str(folder)}
             rendezvous = (
                 "--rdzv-backend=c10d",
                 "--rdzv-id=run",
                 "--local-addr=127.0.0.1",
-                f"--rdzv-endpoint={place}/agent",
+                f"--rdzv-endpoint={folder}/agent",
                 "--rdzv-conf=store_type=file",
             )
         command = [
             *module_command("torch.distributed.run", *rendezvous),
             f"--nproc-per-node={ranks}",
             f"--max-restarts={max_restarts}",
-            f"--log-dir={place}",
+            f"--log-dir={folder}",
             "-m",
             module,
             *arguments,

@@ -1,10 +1,10 @@
-"""Work of the trainer's ranks alone, with no rollout side: fine-tuning, scoring.
+"""Jobs with trainer ranks and no rollout side: fine-tuning and scoring.
 
-One machine starts all ranks by torchrun; of several, each starts its own, and node 0 makes the run
-directory, which all see.
+A job on one machine starts all ranks by torchrun. In a job on several machines, each machine starts
+its own ranks, and node 0 creates the run directory, which all machines can read.
 
 Invariants
-- What a rank has failed of is raised here as the rank raised it: UserError or ComponentFailure.
+- The failure of a rank is raised here as the rank raised it: UserError or ComponentFailure.
 """
 
 import os
@@ -26,9 +26,11 @@ from megatron_async.telemetry.progress import Progress
 
 @dataclass(frozen=True)
 class RankJob:
-    """Command of a rank: `-m module RUN_DIR *arguments`; its log has the `name` of the job.
+    """A job whose ranks run `-m module RUN_DIR *arguments`.
 
-    `steps`: lines of metrics to show as they come; 0: the job writes none.
+    Attributes:
+        name: Name of the job and of its log file.
+        steps: Number of metric lines that the job writes and that are shown; 0 for none.
     """
 
     name: str
@@ -39,9 +41,9 @@ class RankJob:
     def run(
         self, config: RunConfig, directory: RunDirectory, node: TrainerNode | None = None
     ) -> None:
-        """Start this machine's ranks and wait for their end; show progress on the first node.
+        """Start this machine's ranks and wait until they end; show progress on the first node.
 
-        `node`: this one of several.
+        `node` is this machine's part in a job over several machines; None for a job on one.
         """
         first = node is None or node.index == 0
         if first:
@@ -54,8 +56,8 @@ class RankJob:
             environment=trainer_environment(os.environ, one_machine=node is None),
             rendezvous=None if node is None else node.rendezvous(),
         ) as child:
-            shown = config.telemetry.progress if first and self.steps else "off"
-            progress = Progress(directory.metrics_file, self.steps, shown)
+            display = config.telemetry.progress if first and self.steps else "off"
+            progress = Progress(directory.metrics_file, self.steps, display)
             code = progress.follow(child.poll, lambda: None)
         if code != 0:
             if first:
@@ -64,14 +66,17 @@ class RankJob:
 
 
 def check_session(config: RunConfig, session: str | None, index: int) -> None:
-    """Refuse a node that does not fit the layout, or several without a session. UserError."""
+    """Raise UserError if a node's index does not fit the layout, or several nodes lack a
+    session."""
     count = config.parallel.nodes
     if session is None:
         if index:
-            raise UserError(f"--index is {index}, and there is no --session for it to be part of")
+            raise UserError(f"--index is {index}, which requires --session, but it is not set")
         check_one_machine(config)
     elif not 0 <= index < count:
-        raise UserError(f"--index is {index}; parallel.nodes is {count}, so it is 0 to {count - 1}")
+        raise UserError(
+            f"--index is {index}; parallel.nodes is {count}, so it must be 0 to {count - 1}"
+        )
     else:
         check_name(session)
 
@@ -80,9 +85,20 @@ def check_session(config: RunConfig, session: str | None, index: int) -> None:
 def directory_of(
     config: RunConfig, command: str, session_name: str | None, index: int
 ) -> Iterator[tuple[RunDirectory, TrainerNode | None]]:
-    """The new run directory of a job, and this node of `session_name`, which None is without.
+    """Create the run directory of a job, or wait for the one that node 0 creates; yield it.
 
-    Raises UserError when the name is taken, ComponentFailure when node 0 does not begin.
+    Args:
+        config: The job's settings.
+        command: Name of the command, stored in the run's lock.
+        session_name: Session that connects the job's nodes; None for a job on one machine.
+        index: Index of this node.
+
+    Yields:
+        The run directory, and this node; None for a job on one machine.
+
+    Raises:
+        UserError: The run's name is in use.
+        ComponentFailure: Node 0 did not start within the time limit.
     """
     if session_name is None:
         with new_run(config, command, resumable=False) as directory:
@@ -96,6 +112,6 @@ def directory_of(
             session = Session.join(directory, session_name)
             stack.callback(session.close)
             session.begin()
-        else:  # the directory may be another run's, and only the first node finds out
+        else:  # write nothing: only the first node checks whether the directory is free
             session = Session.begun(directory, session_name, RENDEZVOUS_SECONDS)
         yield directory, TrainerNode(session, index, config.parallel.nodes, node_address())

@@ -1,11 +1,11 @@
-"""The rollout side of a run, held from outside: create its manager, look after it, end it.
+"""Controls the rollout side of a run from another process: starts, monitors and ends its manager.
 
-Used by the one-machine supervisor and by the rollout role of a cluster launch.
+The one-machine supervisor and the rollout role of a cluster launch use it.
 
 Invariants
-- A failure that the manager reports is raised here as it is: UserError or ComponentFailure.
-- Every call has a time limit; a manager that is slow for a moment, or that is being started again,
-  is not a failure.
+- A failure that the manager reports is raised here unchanged: UserError or ComponentFailure.
+- Every call has a time limit. A manager that is briefly slow, or that is being restarted, is not a
+  failure.
 """
 
 import sys
@@ -27,16 +27,17 @@ from megatron_async.run_directory import RunDirectory
 from megatron_async.store.location import location_of_writer
 
 _CALL_SECONDS = 20.0
-# To stop a manager whose store is outside the run directory, which leaves a copy of all of it.
+# Limit for stopping a manager whose store is outside the run directory, which copies the store.
 _COPY_SECONDS = 120.0
 
 
 def backend_of_run(
     config: RunConfig, directory: RunDirectory, *, gpus: str | None = None
 ) -> AbstractContextManager[ProcessBackend]:
-    """The place of a run on this machine, as `cluster` asks for it, ended with the block.
+    """Open the process backend of a run on this machine, chosen by `cluster`; close it with the
+    block.
 
-    `gpus`: those that engines may use, as in CUDA_VISIBLE_DEVICES; None: all that there are.
+    `gpus` are the GPUs that engines may use, as in CUDA_VISIBLE_DEVICES; None means all.
     """
     if not uses_ray(config):
         from megatron_async.process_backends.local import local_backend
@@ -48,9 +49,9 @@ def backend_of_run(
 
 
 class RolloutSide:
-    """Manager, engines and scorers of one run; engines start in the background.
+    """Owns the rollout manager of one run, which in turn owns engines and scorers.
 
-    `status` reports how that went.
+    The engines start in the background; `status` reports a failure of their start.
     """
 
     def __init__(self, config: RunConfig, directory: RunDirectory, backend: ProcessBackend) -> None:
@@ -64,13 +65,16 @@ class RolloutSide:
             backend.address,
             name=MANAGER_NAME,
             restarts=config.engines.max_restarts,
-            here=True,  # always: the database of the trajectory store is on this disk
+            here=True,  # the database of the trajectory store is on this host's disk
         )
 
     def status(self) -> dict[str, Any]:
-        """The manager's status; {} before a trainer has attached, or when it is slow or restarting.
+        """Return the manager's status; {} while no trainer is attached or the manager is slow or
+        restarting.
 
-        Raises UserError or ComponentFailure when the rollout side has failed.
+        Raises:
+            UserError: The run directory is missing.
+            ComponentFailure: The rollout side has failed.
         """
         self._directory.check_exists()
         try:
@@ -83,7 +87,7 @@ class RolloutSide:
                 f"{error} (engines.max_restarts is {self._config.engines.max_restarts})"
             ) from error
         except RemoteObjectLost as error:
-            self._log(f"the rollout manager is restarted: {error}")
+            self._log(f"the rollout manager is being restarted: {error}")
             return {}
         if status.get("failure"):
             self._failure = status["failure"]
@@ -91,15 +95,18 @@ class RolloutSide:
         return status
 
     def close(self) -> None:
-        """Keep every token, end the engines. What goes wrong on the way goes to the log."""
+        """Stop the manager, so that it stores every token and ends the engines; log failures of the
+        stop."""
         try:
             location = location_of_writer(self._directory.store_file, self._config.store.directory)
             limit = _CALL_SECONDS + (_COPY_SECONDS if location.is_external else 0)
             self._manager.call_blocking(lambda host: host.stop(), limit=limit)
         except (ComponentFailure, UserError) as error:
-            self._log(f"stopping the rollout manager: {error!r}")
+            self._log(f"failed to stop the rollout manager: {error!r}")
 
     def _log(self, line: str) -> None:
+        """Append a line to supervisor.log; if that fails, print it, unless a failure is about to be
+        raised."""
         log = self._directory.logs / "supervisor.log"
         try:
             with log.open("a") as out:

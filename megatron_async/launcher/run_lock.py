@@ -1,12 +1,13 @@
-"""A run belongs to one launch at a time: whoever would change it takes `runs/NAME/run.lock` first.
+"""Ensures that only one launch at a time uses a run: a launch must hold the lock
+`runs/NAME/run.lock`.
 
-Taken before anything of the run is written, by every command that changes a run, and held as long
-as the run goes on: by `train`, `sft` and `quickstart`, and on a cluster by the first rollout node.
-Commands that only read (`report`, `trajectories`, `replay`, `eval`, `convert`) do not ask for it;
-`trajectories --drop` does.
+Every command that changes a run acquires the lock before it writes anything: `train`, `sft` and
+`quickstart`, and on a cluster the first rollout node, for as long as the run goes on; and
+`trajectories --drop`. Commands that only read (`report`, `trajectories`, `replay`, `eval`,
+`convert`) do not need it.
 
 Invariants
-- A refused launch has changed nothing; the refusal names the process and host that have the run.
+- A refused launch has changed nothing. The refusal names the process and host that use the run.
 """
 
 import contextlib
@@ -30,24 +31,24 @@ from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.data_identity import data_identity
 
 logger = logging.getLogger(__name__)
-# Settings, session files and the first transactions of a run; its first seconds fail with less.
-_ROOM_BYTES = 1 << 20
+# Free space for settings, session files and the first transactions; a run fails at once with less.
+_MIN_FREE_BYTES = 1 << 20
 _POLL_SECONDS = 0.5
 
 
 class RunInUse(UserError):
-    """Another launch has the run; `holder` as far as it is known."""
+    """Raised when another launch uses the run; `holder` is its process, or None if unknown."""
 
     def __init__(self, directory: RunDirectory, holder: Holder | None) -> None:
-        # Where the kernel cannot distinguish a dead host's lock from a slow one's, a person has to.
-        down = (
+        # The kernel cannot tell a dead host's lock from a slow host's, so a person must decide.
+        remedy = (
             ""
             if holder is None or holder.is_here
             else f"; if host {holder.host} is down for good, remove {directory.lock_file}"
         )
         super().__init__(
-            f"{directory.path} is in use by {holder or 'an unknown process'}: wait for its end, or "
-            f"end it first{down}"
+            f"{directory.path} is in use by {holder or 'an unknown process'}: wait until it ends, "
+            f"or end it first{remedy}"
         )
         self.holder = holder
 
@@ -56,10 +57,17 @@ class RunInUse(UserError):
 def hold_run_lock(
     directory: RunDirectory, what: str, *, session: str = "", wait_seconds: float = 0.0
 ) -> Iterator[None]:
-    """The run is this process's for the length of the block. `what`: the command, for others.
+    """Hold the lock of a run for the duration of the block.
 
-    Raises RunInUse when another process has it and keeps it for `wait_seconds`, UserError when the
-    run directory cannot be written.
+    Args:
+        directory: The run directory.
+        what: The command that uses the run, shown to others that are refused.
+        session: Name of the session, in a launch over several nodes.
+        wait_seconds: How long to wait for another process to release the lock.
+
+    Raises:
+        RunInUse: Another process still holds the lock after the wait.
+        UserError: The run directory cannot be written.
     """
     holder = Holder.this_process(what, session)
     deadline = time.monotonic() + wait_seconds
@@ -73,7 +81,7 @@ def hold_run_lock(
                     if time.monotonic() >= deadline:
                         raise RunInUse(directory, held.holder) from held
                 time.sleep(_POLL_SECONDS)
-            check_free_space(directory.path, _ROOM_BYTES)
+            check_free_space(directory.path, _MIN_FREE_BYTES)
             with writing(directory.logs):
                 directory.logs.mkdir(exist_ok=True)
                 remove_unfinished(directory.path)
@@ -83,7 +91,7 @@ def hold_run_lock(
 
 
 def check_unclaimed(directory: RunDirectory) -> None:
-    """Refuse what `claimed` would, for a dry run: nothing is written. Raises RunInUse."""
+    """Raise RunInUse if another process holds the run's lock; write nothing (for a dry run)."""
     try:
         check_lock(directory.lock_file)
     except LockHeld as held:
@@ -91,7 +99,7 @@ def check_unclaimed(directory: RunDirectory) -> None:
 
 
 def check_new(directory: RunDirectory) -> None:
-    """Refuse a place that `new_run` would, for a dry run. Raises UserError."""
+    """Raise UserError if `new_run` would refuse this directory; write nothing (for a dry run)."""
     if not directory.never_trained():
         directory.check_free()
     check_unclaimed(directory)
@@ -99,19 +107,21 @@ def check_new(directory: RunDirectory) -> None:
 
 @contextlib.contextmanager
 def new_run(config: RunConfig, what: str, *, resumable: bool = True) -> Iterator[RunDirectory]:
-    """Make the run of `config`; it is this process's for the length of the block.
+    """Create the run directory for `config`, and hold its lock for the duration of the block.
 
-    A directory of the name in which a start has failed before its first step is set aside. Raises
-    UserError when the name is taken or the place cannot be written; nothing is left then.
+    A directory of the same name, left by a start that failed before its first step, is moved aside.
+
+    Raises:
+        UserError: The name is in use, or the directory cannot be written; nothing is left behind.
     """
     directory = RunDirectory.of(config)
     with contextlib.ExitStack() as stack:
         try:
             if directory.never_trained():
                 with hold_run_lock(directory, what):
-                    place = directory.set_aside()
-                logger.warning("the start of %s before has failed: it is %s now", what, place)
-            if not directory.config_file.exists():  # else `create` refuses
+                    moved = directory.set_aside()
+                logger.warning("moved an earlier failed start of %s to %s", what, moved)
+            if not directory.config_file.exists():  # otherwise `create` refuses the directory
                 with writing(directory.path, "run directory"):
                     directory.path.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(hold_run_lock(directory, what))
@@ -128,7 +138,7 @@ def new_run(config: RunConfig, what: str, *, resumable: bool = True) -> Iterator
 
 
 def _remove_unfinished(directory: RunDirectory) -> None:
-    """Remove what a run has left that never began; other files in its place stay."""
+    """Remove the files of a run whose creation failed; keep other files in the directory."""
     if directory.config_file.exists():
         return
     with contextlib.suppress(OSError):
@@ -141,7 +151,7 @@ def _remove_unfinished(directory: RunDirectory) -> None:
 
 @contextlib.contextmanager
 def _lock(directory: RunDirectory, holder: Holder) -> Iterator[None]:
-    """Lock the run. Raises LockHeld or CannotWrite."""
+    """Hold the run's lock file for the duration of the block. Raises LockHeld or CannotWrite."""
     try:
         lock = FileLock.acquire(directory.lock_file, holder)
     except LocksUnsupported as error:
@@ -149,7 +159,9 @@ def _lock(directory: RunDirectory, holder: Holder) -> Iterator[None]:
         try:
             yield
         finally:
-            with contextlib.suppress(OSError):  # of a process that has ended nothing depends on it
+            with contextlib.suppress(
+                OSError
+            ):  # a stale file does no harm once its process has ended
                 directory.lock_file.unlink(missing_ok=True)
         return
     with contextlib.closing(lock):
@@ -157,12 +169,16 @@ def _lock(directory: RunDirectory, holder: Holder) -> Iterator[None]:
 
 
 def _check_holder(directory: RunDirectory, holder: Holder, error: str) -> None:
-    """Without locks, a living process of this host that the file names counts. Raises LockHeld."""
+    """Record `holder` in the lock file on a file system without locks.
+
+    Raises:
+        LockHeld: The file names a process of this host that is still running.
+    """
     before = read_holder(directory.lock_file)
     if before is not None and before.is_running_here():
         raise LockHeld(before)
     logger.warning(
-        "%s cannot be locked (%s): nothing keeps a launch of the same run on another host out",
+        "%s cannot be locked (%s), so a launch of the same run on another host is not prevented",
         directory.lock_file,
         error,
     )

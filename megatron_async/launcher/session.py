@@ -1,16 +1,16 @@
-"""A session: one launch of a run over several nodes, and files by which its roles communicate.
+"""A session: one launch of a run over several nodes, and the files by which its roles communicate.
 
-It is the directory `RUN_DIR/launch/NAME/` on the file system that all nodes share. A requeued job
-is a new session of the same run.
+The files are in the directory `RUN_DIR/launch/NAME/`, on the file system that all nodes share. A
+job that is queued again is a new session of the same run.
 
-The torchrun agents of several nodes have their rendezvous at node 0, on a port that it chooses.
+The torchrun agents of several nodes have their rendezvous at node 0, on a port that node 0 chooses.
 
 Invariants
-- An entry is written atomically and never changes; a wait for one has a time limit and names what
-  was waited for.
-- The newest session owns the run: `is_current` turns false for the processes of an older one, so
-  that what a lost node left running ends itself.
-- The Ray token of a session is readable by its user only.
+- An entry (a file with one role's data for the others) is written atomically and never changes. A
+  wait for an entry has a time limit, and its failure names the entry.
+- The newest session owns the run. `is_current` becomes False for processes of an older session, so
+  that processes left by a lost node end themselves.
+- Only the user can read the session's Ray token.
 """
 
 import json
@@ -30,9 +30,9 @@ _POLL_SECONDS = 0.2
 
 
 def check_name(name: str) -> None:
-    """Refuse a session's name that is no file name. Raises UserError."""
+    """Raise UserError if a session's name cannot be used as a file name."""
     if not name or "/" in name or name.startswith("."):
-        raise UserError(f"--session is {name!r}; it must be a plain name, e.g. a job's id")
+        raise UserError(f"--session is {name!r}; it must be a plain file name, such as a job ID")
 
 
 RENDEZVOUS_SECONDS: Final = 600.0
@@ -41,13 +41,17 @@ _RENDEZVOUS = "trainers"
 
 @dataclass(frozen=True)
 class Session:
-    """The files by which the nodes of one session coordinate."""
+    """The files by which the nodes of one launch coordinate; `path` is their directory."""
 
     path: Path
 
     @classmethod
     def join(cls, directory: RunDirectory, name: str) -> "Session":
-        """Make or find the session. Raises UserError for a name that is no file name."""
+        """Create the session's directory if it does not exist, and return the session.
+
+        Raises:
+            UserError: The name cannot be used as a file name.
+        """
         check_name(name)
         path = directory.path / "launch" / name
         with writing(path):
@@ -56,34 +60,41 @@ class Session:
 
     @classmethod
     def begun(cls, directory: RunDirectory, name: str, seconds: float) -> "Session":
-        """The session once another node has begun it; nothing is written before.
+        """Wait until another node has started the session, and return it; write nothing.
 
-        Raises UserError for a name that is no file name, ComponentFailure for a session that is
-        over already and after the limit.
+        Raises:
+            UserError: The name cannot be used as a file name.
+            ComponentFailure: The session is already closed, or did not start within `seconds`.
         """
         check_name(name)
         session = cls(directory.path / "launch" / name)
         over = (
-            f"--session {name!r} is over: an earlier launch of the run used that name, or the "
-            "first node has ended already"
+            f"session {name!r} is closed: an earlier launch of the run used this --session, or the "
+            "first node has already ended"
         )
-        late = f"session {name} of {directory.path}: the first node has not begun it"
+        late = f"session {name} of {directory.path}, which the first node did not start"
         session._wait_for_file(session.token_file, seconds, late, over)
         if session.closed():
             raise ComponentFailure(over)
         return session
 
     def begin(self) -> None:
-        """Make this session the owner of the run; by the first rollout node. Raises UserError."""
+        """Make this session the owner of the run; the first rollout node calls this.
+
+        Raises:
+            UserError: The session's name was used by an earlier launch.
+        """
         if self.closed():
             raise UserError(
-                f"--session {self.path.name!r} was used by an earlier launch of the run"
+                f"--session is {self.path.name!r}, which an earlier launch of the run used. Choose "
+                "another name."
             )
         write_atomically(self.token_file, secrets.token_hex(32), private=True)
         write_atomically(self._owner_file, self.path.name)
 
     def follows(self, other: str) -> bool:
-        """Return whether `other` was an earlier start of the same Slurm job (JOB.RESTARTS)."""
+        """Return whether session `other` was an earlier start of the same Slurm job (names:
+        JOB.RESTARTS)."""
         (job, _, count), (their_job, _, their_count) = (
             name.rpartition(".") for name in (self.path.name, other)
         )
@@ -91,17 +102,17 @@ class Session:
         return bool(job) and job == their_job and numbers and int(their_count) < int(count)
 
     def is_current(self) -> bool:
-        """Return whether no newer session has begun."""
+        """Return whether this session owns the run, because no newer session has started."""
         return self._owner_file.exists() and self._owner_file.read_text() == self.path.name
 
     @property
     def stop_file(self) -> Path:
-        """Exists when the run is asked to stop at the end of its step, with a checkpoint."""
+        """File whose existence asks the run to stop at the end of its step, with a checkpoint."""
         return self.path / "stop"
 
     @property
     def token_file(self) -> Path:
-        """File of the token that Ray's processes show each other."""
+        """File with the token by which Ray's processes authenticate to each other."""
         return self.path / "ray-token"
 
     @property
@@ -109,21 +120,21 @@ class Session:
         return self.path.parent / "current"
 
     def close(self) -> None:
-        """The session has ended: every role of it ends too.
+        """Mark the session closed, so that all its roles end.
 
-        Where that cannot be written, the others end because Ray is gone.
+        If the mark cannot be written, the other roles end when they lose Ray.
         """
         try:
             (self.path / "closed").touch()
-        except OSError as error:  # what ended the session matters more
-            print(f"{self.path / 'closed'} cannot be written: {reason(error)}", file=sys.stderr)
+        except OSError as error:  # the failure that ended the session is more important
+            print(f"failed to write {self.path / 'closed'}: {reason(error)}", file=sys.stderr)
 
     def closed(self) -> bool:
-        """Return whether a role or the job script has ended the session."""
+        """Return whether a role or the job script has closed the session."""
         return (self.path / "closed").exists()
 
     def check(self) -> None:
-        """Check that the session is not over. Raises ComponentFailure."""
+        """Raise ComponentFailure if the session was closed or superseded."""
         if self.closed():
             raise ComponentFailure(f"session {self.path.name} was closed")
         if not self.is_current():
@@ -132,37 +143,51 @@ class Session:
             )
 
     def publish(self, entry: str, content: dict[str, Any]) -> None:
-        """Leave an entry for the other roles."""
+        """Write an entry (a JSON file) that the other roles of the session can wait for."""
         write_atomically(self._entry(entry), json.dumps(content))
 
     def _entry(self, entry: str) -> Path:
         return self.path / f"{entry}.json"
 
     def wait_for(self, entry: str, seconds: float) -> dict[str, Any]:
-        """The entry of another role. Raises ComponentFailure after the limit, or when closed."""
+        """Wait for an entry that another role publishes, and return its content.
+
+        Raises:
+            ComponentFailure: The entry did not appear within `seconds`, or the session was closed.
+        """
         path, name = self._entry(entry), self.path.name
-        over = f"session {name} was closed before {entry} was up"
-        late = f"{entry} of session {name} ({path}): the node that writes it has not started"
+        over = f"session {name} was closed before {entry} had started"
+        late = f"{entry} of session {name} ({path}), whose node did not start"
         self._wait_for_file(path, seconds, late, over)
         content: dict[str, Any] = json.loads(path.read_text())
         return content
 
     def _wait_for_file(self, file: Path, seconds: float, late: str, over: str) -> None:
-        """Wait for a file. Raises ComponentFailure: `late` after the limit, `over` when closed."""
+        """Wait until `file` exists.
+
+        Args:
+            file: The file.
+            seconds: Time limit.
+            late: What was not started, for the failure after the limit.
+            over: Message of the failure if the session is closed.
+
+        Raises:
+            ComponentFailure: The limit has passed, or the session was closed.
+        """
         deadline = time.monotonic() + seconds
         while not file.exists():
             if self.closed():
                 raise ComponentFailure(over)
             if time.monotonic() > deadline:
                 raise ComponentFailure(
-                    f"waited {seconds:.0f} s for {late}, or its log has the reason"
+                    f"waited {seconds:.0f} s for {late}; the log of that node may have the reason"
                 )
             time.sleep(_POLL_SECONDS)
 
 
 @dataclass(frozen=True)
 class TrainerNode:
-    """A node with trainer ranks, numbered from 0 of `count`; `address` is what others reach."""
+    """One of `count` nodes with trainer ranks; other nodes reach it at `address`."""
 
     session: Session
     index: int
@@ -170,9 +195,10 @@ class TrainerNode:
     address: str
 
     def rendezvous(self) -> list[str] | None:
-        """torchrun's options; None: this node has all ranks.
+        """Return torchrun's rendezvous options; None if this node has all ranks.
 
-        Waits for node 0; raises ComponentFailure when it does not come.
+        Raises:
+            ComponentFailure: Node 0 did not publish its address within the time limit.
         """
         if self.count == 1:
             return None
@@ -181,7 +207,7 @@ class TrainerNode:
             self.session.publish(_RENDEZVOUS, {"endpoint": endpoint})
         return [
             f"--nnodes={self.count}",
-            # c10d, not static: only with it can torchrun restart all ranks after one has died.
+            # Only the c10d backend can restart all ranks after one has died.
             "--rdzv-backend=c10d",
             f"--rdzv-id={self.session.path.name}",
             f"--rdzv-endpoint={self.session.wait_for(_RENDEZVOUS, RENDEZVOUS_SECONDS)['endpoint']}",

@@ -1,11 +1,12 @@
-"""Starts a whole run on this machine, watches it, shows it, and cleans up.
+"""Runs a whole training run on this machine: starts its processes, shows progress, and cleans up.
 
-Processes: the rollout side, and torchrun with the trainer ranks. On several nodes the scripts in
-`launch/` start both through `launcher/node.py`, and this module is not used.
+The processes are the rollout side, and torchrun with the trainer ranks. On several nodes the
+scripts in `launch/` start both through `launcher/node.py`, and this module is not used.
 
 Invariants
-- The first failure is reported as one sentence; everything is ended before it is raised.
-- Ctrl-C ends everything, loses at most the running chunks, and prints how to go on.
+- The first failure is reported in one message, after all processes have been ended.
+- Ctrl-C ends everything, loses at most the chunks that are being generated, and prints how to
+  resume the run.
 """
 
 import os
@@ -21,18 +22,26 @@ from megatron_async.telemetry.progress import Progress
 
 
 def supervise(config: RunConfig, directory: RunDirectory, devices: DeviceSplit) -> None:
-    """Run on one machine until complete; `devices` are what its trainers and its engines may use.
+    """Run `config` on this machine until it is complete.
 
-    Raises UserError or ComponentFailure; KeyboardInterrupt.
+    Args:
+        config: The run's settings.
+        directory: The run directory.
+        devices: GPUs that trainers and engines may use.
+
+    Raises:
+        UserError: Bad input, found by a rank or the rollout side.
+        ComponentFailure: A process failed.
+        KeyboardInterrupt: The user pressed Ctrl-C.
     """
-    # It imports what `--help` and a refused config must not wait for.
+    # Imported here, so that `--help` and a refused configuration are fast.
     from megatron_async.launcher.rollout_side import RolloutSide, backend_of_run
 
     directory.pop_failure()
     with (
         backend_of_run(config, directory, gpus=devices.engines) as backend,
         closing(RolloutSide(config, directory, backend)) as rollout,
-        # Ended first: they would only complain.
+        # Last in this list, so ended first: trainers would report the loss of the rollout side.
         trainers(config, directory, backend.address, devices.trainers) as ranks,
     ):
         progress = Progress(directory.metrics_file, config.steps, config.telemetry.progress)
@@ -40,13 +49,16 @@ def supervise(config: RunConfig, directory: RunDirectory, devices: DeviceSplit) 
         if code != 0:
             directory.raise_failure(ranks.log)
             raise ranks.failure("the trainer")
-        directory.pop_failure()  # torchrun's next attempt has mended what it reports
+        directory.pop_failure()  # a failure from which a restart of the ranks recovered
 
 
 def trainers(
     config: RunConfig, directory: RunDirectory, backend: str, gpus: str | None
 ) -> AbstractContextManager[ChildProcess]:
-    """All trainer ranks of a run, here; `gpus`: as in CUDA_VISIBLE_DEVICES, None: all."""
+    """Start all trainer ranks of a run on this machine.
+
+    `gpus` are the GPUs for the ranks, as in CUDA_VISIBLE_DEVICES; None means all.
+    """
     return torchrun(
         config.parallel.ranks,
         "megatron_async.train_loop.rank",

@@ -1,4 +1,4 @@
-"""Stand-ins that users' own tests may import too.
+"""Helpers for tests and experiments, which users may import too.
 
-- local: a whole run inside one process: one trainer rank, engines that are there, no Ray.
+- local: runs a whole training in one process, with one trainer rank, on engines that already run.
 """

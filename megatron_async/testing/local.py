@@ -1,11 +1,12 @@
-"""A whole run inside one process: one trainer rank, engines that are there already, no Ray.
+"""Runs a whole training in one process: one trainer rank, engines that already run, and no Ray.
 
-For tests and experiments that run many short trainings on one warm engine. It is the same manager,
-driver, trainer and loop as in a large run; only the processes between them are missing.
+It is meant for tests and experiments with many short trainings on one running engine. Manager,
+driver, trainer and loop are the same as in a large run; only the separate processes are missing.
 
 Invariants
-- The rollout side lives on the event loop of another thread; every call across is limited in time.
-- Engines are borrowed: they are never started, restarted or stopped here.
+- The rollout side runs on the event loop of another thread; every call to that thread has a time
+  limit.
+- The engines are never started, restarted or stopped here.
 """
 
 import asyncio
@@ -37,7 +38,8 @@ _CALL_SECONDS = 120.0
 
 
 class BorrowedEngines:
-    """An `EngineLauncher` over servers that somebody else runs."""
+    """An `EngineLauncher` that connects to running servers and leaves starting and stopping to the
+    caller."""
 
     def __init__(self, config: RunConfig, urls: Sequence[str]) -> None:
         self._config = config
@@ -54,7 +56,7 @@ class BorrowedEngines:
 
 
 class LocalLink(RolloutLink):
-    """A link to a manager on another thread of this process."""
+    """Calls of the training loop to a rollout manager on another thread of this process."""
 
     def __init__(self, config: RunConfig, manager: RolloutManager) -> None:
         super().__init__(config)
@@ -73,17 +75,19 @@ class LocalLink(RolloutLink):
 
     def _call(
         self,
-        what: Callable[[RolloutManager, int], Awaitable[R]],
+        call: Callable[[RolloutManager, int], Awaitable[R]],
         limit: float,
         unless_stopped: bool = False,
     ) -> R:
-        return self._wait(what(self._manager, self._lineage), limit)
+        return self._wait(call(self._manager, self._lineage), limit)
 
     def _wait(self, work: Awaitable[R], limit: float = _CALL_SECONDS) -> R:
         try:
             return blocking(asyncio.wait_for(work, limit))
         except TimeoutError as error:
-            raise ComponentFailure(f"the rollout side did not answer within {limit:g} s") from error
+            raise ComponentFailure(
+                f"the rollout manager did not reply within {limit:g} s"
+            ) from error
 
 
 def train_locally(
@@ -93,11 +97,16 @@ def train_locally(
     scorers: Scorers,
     environments: EnvironmentWorkers | None = None,
 ) -> None:
-    """All steps of `config` in this process. The engines at `urls` run `model.path`'s architecture.
+    """Run all training steps of `config` in this process.
 
-    `environments`: what episodes are played against, where `config` names one.
+    Failures are raised with their traceback, as the components of a large run raise them.
 
-    Raises what a large run would raise, with its traceback.
+    Args:
+        config: The run's settings.
+        directory: The run directory.
+        urls: Addresses of running engines, whose model has the architecture of `model.path`.
+        scorers: Scores the responses.
+        environments: Workers of the environment, if `config` names one.
     """
     manager = RolloutManager(
         config,

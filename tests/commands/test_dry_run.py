@@ -63,7 +63,9 @@ def test_it_shows_the_run_without_any_command_and_makes_nothing(
     shown = capsys.readouterr()
     for part in ("dry on CPU", "trainer: 1 ranks", "scorer_workers = ", "first prompt, "):
         assert part in shown.out
-    assert shown.out.endswith("all checks have passed, also of the reward; nothing was started\n")
+    assert shown.out.endswith(
+        "all checks passed, including those of the reward; nothing was started\n"
+    )
     assert "torchrun" not in shown.out and "srun" not in shown.out
     assert (set(file.parent.rglob("*")), shown.err) == (before, "")
 
@@ -111,7 +113,7 @@ def test_memory_and_layout_need_no_weights(
     shown = capsys.readouterr()
     assert "memory of a trainer GPU, estimated: state " in shown.out
     assert "memory of an engine GPU, estimated: weights 17.6 GB" in shown.out
-    assert "holds no *.safetensors weights" in shown.err, "what a start lacks"
+    assert "contains no *.safetensors weights" in shown.err, "what a start lacks"
     assert command(monkeypatch, "settings", "parallel", "--of", *settings[1:]) == 0
     assert command(monkeypatch, "doctor", *settings) == 2
     assert "trainer: 96 " in " ".join(capsys.readouterr().out.split())
@@ -143,8 +145,8 @@ def test_a_shape_that_is_not_known_names_both_ways(
     [
         (("train", "--resume", "no-run"), "there is no run"),
         (("train", "--config", "none.yaml"), "cannot be read"),
-        (("train",), "needs --config"),
-        (("train", "--from-step", "4"), "--from-step is 4, and there is no --resume"),
+        (("train",), "requires --config"),
+        (("train", "--from-step", "4"), "--from-step is 4; it requires --resume"),
         (("report", "no-run"), "no-run"),
         (("train", "--config", "c.yaml", "engines.counts=2"), "unknown setting engines.counts"),
         (

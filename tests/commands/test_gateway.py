@@ -27,7 +27,7 @@ def test_an_engine_that_is_gone_is_one_sentence(
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
     gone = nullcontext(SimpleNamespace(url=url))
     monkeypatch.setattr(gateway, "engine_here", lambda *_: gone)
-    with pytest.raises(ComponentFailure, match=r"^the engine of the gateway failed: "):
+    with pytest.raises(ComponentFailure, match=r"^the gateway's engine failed: "):
         gateway.gateway_command(file, [], None, 0)
 
 
@@ -40,5 +40,7 @@ def test_a_port_that_is_taken_is_refused_before_an_engine_starts(
     monkeypatch.setattr(gateway, "engine_here", started)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f"^--port {port} cannot be listened on"):
+        with pytest.raises(
+            UserError, match=f"^--port is {port}, on which this process cannot listen"
+        ):
             gateway.gateway_command(file, [], None, port)

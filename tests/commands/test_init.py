@@ -32,13 +32,13 @@ def test_project_is_accepted_by_a_dry_run_when_nothing_was_changed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     written = call("init", f"--{kind}", "mine")
-    assert "mine is written. The model has random weights" in written
+    assert "wrote mine. The model has random weights" in written
     monkeypatch.chdir("mine")
     names = {"README.md", "config.yaml", "data.jsonl", "model", f"{kind}.py"}
     assert {path.name for path in Path().iterdir()} == names
     assert len(Path("README.md").read_text().splitlines()) <= 10
     checked = call("train", "--config", "config.yaml", "--dry-run")
-    assert "all checks have passed" in checked
+    assert "all checks passed" in checked
 
 
 @pytest.mark.slow
@@ -58,7 +58,7 @@ def test_project_trains_the_quickstarts_model_when_that_exists(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     build_tiny_model(Path("runs/quickstart/sft"), seed=7)
-    assert "a copy of the one that the quickstart has fine-tuned" in call("init", "mine")
+    assert "a copy of the model that the quickstart fine-tuned" in call("init", "mine")
     weights = Path("model.safetensors")
     copied = Path("mine/model", weights).read_bytes()
     assert copied == Path("runs/quickstart/sft", weights).read_bytes()
@@ -74,11 +74,11 @@ def test_project_is_refused_when_the_directory_exists(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine").mkdir()
-    with pytest.raises(UserError, match="mine exists already"):
+    with pytest.raises(UserError, match="mine already exists"):
         call("init", "mine")
     with pytest.raises(UserError, match="--environment and --tools cannot be combined"):
         call("init", "--tools", "--environment", "new")
-    with pytest.raises(UserError, match="has a colon"):
+    with pytest.raises(UserError, match="contains a colon"):
         call("init", "a:b")
     with pytest.raises(UserError, match=r"--model nowhere has no config\.json"):
         call("init", "new", "--model", "nowhere")

@@ -43,7 +43,7 @@ def test_a_good_machine_has_no_problem() -> None:
     ("change", "name", "remedy"),
     [
         ({"driver": "570.86.15"}, "driver", "CUDA 13.0 needs 580 or newer"),
-        ({"driver": None}, "driver", "nvidia-smi does not answer"),
+        ({"driver": None}, "driver", "nvidia-smi failed"),
         ({"glibc": "2.31"}, "glibc", "SGLang's kernels need 2.34"),
         ({"nvcc": None}, "nvcc", "load a CUDA module"),
         ({"compiler": None}, "C++ compiler", "install g++"),
@@ -53,7 +53,7 @@ def test_a_good_machine_has_no_problem() -> None:
         ({"disk": 20e9}, "free disk here", "checkpoint"),
         ({"verbs_library": False}, "libibverbs", "NCCL uses TCP instead of mlx5_0, mlx5_1"),
         ({"locked_memory": 2**23}, "locked memory (ulimit -l)", "--ulimit memlock=-1"),
-        ({"nccl_wheel": "2.26.2"}, "NCCL", "both sides must load one NCCL"),
+        ({"nccl_wheel": "2.26.2"}, "NCCL", "must use the same NCCL"),
     ],
 )
 def test_each_lack_is_named_with_its_remedy(change: dict[str, Any], name: str, remedy: str) -> None:

@@ -30,8 +30,8 @@ def test_it_names_the_checkpoint_the_steps_and_the_changes(run: RunDirectory) ->
     before = build_config({"optimizer": {"lr": 2e-4}})
     after = build_config({"optimizer": {"lr": 5e-5}})
     assert train.resume_lines(run, before, after, None) == [
-        "a goes on from checkpoint step_000020, made after step 19",
-        "repeated: steps 20 to 24 are trained again",
+        "a resumes from checkpoint step_000020, made after step 19",
+        "repeated: steps 20 to 24",
         "changed: optimizer.lr 0.0002 → 5e-05",
     ]
 
@@ -45,7 +45,7 @@ def test_one_with_a_damaged_file_is_not_the_one_that_is_named(
     (step_directory(run.checkpoints, 20) / "weights").write_bytes(content)
     same = build_config({})
     assert train.resume_lines(run, same, same, None)[0] == (
-        "a goes on from checkpoint step_000010, made after step 9"
+        "a resumes from checkpoint step_000010, made after step 9"
     )
 
 
@@ -53,15 +53,15 @@ def test_where_every_checkpoint_is_damaged_nothing_starts(run: RunDirectory) -> 
     save(run, 0, 20)
     (step_directory(run.checkpoints, 20) / "weights").write_bytes(b"weighed")
     same = build_config({})
-    with pytest.raises(UserError, match=r"all in .*checkpoints are damaged: restore"):
+    with pytest.raises(UserError, match=r"all checkpoints in .*checkpoints are damaged. Restore"):
         train.resume_lines(run, same, same, None)
 
 
 def test_without_a_checkpoint_it_begins_again(run: RunDirectory) -> None:
     same = build_config({})
     assert train.resume_lines(run, same, same, None) == [
-        "a goes on from its beginning (there is no checkpoint yet)",
-        "repeated: steps 0 to 24 are trained again",
+        "a resumes from step 0 (there is no checkpoint yet)",
+        "repeated: steps 0 to 24",
     ]
 
 
@@ -82,6 +82,6 @@ def test_a_complete_run_is_named_with_the_remedy_and_nothing_is_started(
     else:
         nodes = Cluster(0, None, "1:00:00")
         out = launch_run(None, directory.path, overrides, nodes, slurm=True, dry_run=False)
-    assert "run is complete after 4 steps, nothing is started: set steps to more" in out
+    assert "run is complete after 4 steps; nothing was started. To train more" in out
     after = {file.name: file.read_bytes() for file in directory.path.iterdir() if file.is_file()}
     assert {name: after[name] for name in before} == before

@@ -102,8 +102,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "another shape": ("llama", {"intermediate_size": 8}, r"weights/\S+ has shape .* asks for"),
     "fewer layers": ("llama", {"num_hidden_layers": 1}, r"layers\.1\S+ has shape .* asks for none"),
     "another family": ("qwen3", {}, r"has shape none, and the model asks for \("),
-    "another rope": ("llama", {"rope_theta": 1e4}, r"its rope is .*500000.0"),
-    "another tokenizer": ("llama", {}, "its tokenizer or its chat template is another"),
+    "another rope": ("llama", {"rope_theta": 1e4}, r"rope is .*500000.0"),
+    "another tokenizer": ("llama", {}, "the tokenizer or the chat template differs"),
 }
 
 
@@ -124,7 +124,7 @@ def test_another_model_is_refused_before_anything_starts(
             nodes, changed = Cluster(0, None, "1:00:00"), [f"model.path={other}"]
             launch_run(None, run.path, changed, nodes, slurm=False, dry_run=False)
     sentence = str(refused.value)
-    assert sentence.startswith(f"model.path is '{other}', and {run.path} is a run of another model")
+    assert sentence.startswith(f"model.path is '{other}', but {run.path} is a run of another model")
     assert f"(model.path was '{tmp_path / 'model'}')" in sentence, "the remedy"
     assert (content(run), start.settings) == (before, [])
     train.resume_command(run.path, [], None)
@@ -166,10 +166,10 @@ def test_another_tokenizer_is_found_under_the_same_path_and_where_the_old_one_is
 ) -> None:
     TOKENIZERS[name](tmp_path / "model")
     before = content(run)
-    with pytest.raises(UserError, match="its tokenizer or its chat template is another"):
+    with pytest.raises(UserError, match="the tokenizer or the chat template differs"):
         train.resume_command(run.path, [], None)
     moved = (tmp_path / "model").rename(tmp_path / "moved")
-    with pytest.raises(UserError, match="its tokenizer or its chat template is another"):
+    with pytest.raises(UserError, match="the tokenizer or the chat template differs"):
         train.resume_command(run.path, [f"model.path={moved}"], None)
     assert (content(run), start.settings) == (before, [])
 
@@ -182,7 +182,7 @@ def test_a_run_of_an_earlier_version_is_compared_with_the_directory_that_it_name
     other = shutil.copytree(tmp_path / "model", tmp_path / "other")
     train.resume_command(run.path, [f"model.path={other}"], None)
     exchange_tokens(other)
-    with pytest.raises(UserError, match="its tokenizer or its chat template is another"):
+    with pytest.raises(UserError, match="the tokenizer or the chat template differs"):
         train.resume_command(run.path, [f"model.path={tmp_path / 'model'}"], None)
     shutil.rmtree(other)
     train.resume_command(run.path, [f"model.path={tmp_path / 'model'}"], None)
@@ -192,13 +192,22 @@ def test_a_run_of_an_earlier_version_is_compared_with_the_directory_that_it_name
 REFUSED = {
     "an optimizer whose state it does not have": (["optimizer.name=muon"], r"optimizer\.name is"),
     "data": (["task.path=/nowhere"], r"task\.path '/nowhere' cannot be read"),
-    "weights": (["model.checkpoint=/nowhere"], r"model\.checkpoint '/nowhere' has no manifest"),
+    "weights": (
+        ["model.checkpoint=/nowhere"],
+        r"model\.checkpoint is '/nowhere', which has no manifest",
+    ),
     "weights that it would not take": (
         ["model.checkpoint={run}/checkpoints/step_000002"],
-        r"model\.checkpoint is '.*2', and .*run goes on from its own checkpoint step_000004",
+        r"model\.checkpoint is '.*2', but .*run resumes from its own checkpoint step_000004",
     ),
-    "another name": (["name=other"], r"name is 'other', and the run of .*runs/run stays where"),
-    "another root": (["root=/proc/none"], r"root is '/proc/none', and the run of .*runs/run stays"),
+    "another name": (
+        ["name=other"],
+        r"name is 'other', but a resume cannot move the run .*runs/run",
+    ),
+    "another root": (
+        ["root=/proc/none"],
+        r"root is '/proc/none', but a resume cannot move the run .*runs/run",
+    ),
     "a reward": (["task.name=exactly"], "cannot score rows"),
 }
 
@@ -308,7 +317,7 @@ def test_a_dry_run_of_a_resume_shows_what_it_would_do_and_changes_nothing(
     lock = run.lock_file.exists()
     train.resume_command(run.path, ["steps=9"], 2, dry=True)
     shown = capsys.readouterr().out
-    assert "goes on from checkpoint step_000002" in shown and "changed: steps 8 → 9" in shown
+    assert "resumes from checkpoint step_000002" in shown and "changed: steps 8 → 9" in shown
     assert "trainer: 1 ranks on 1 node(s)" in shown
     assert (content(run), run.lock_file.exists(), start.settings) == (before, lock, [])
     with pytest.raises(UserError, match=r"optimizer\.name is .muon"):

@@ -82,7 +82,7 @@ def test_a_row_has_the_columns_of_the_data_and_several_rewards_their_weights(
         ({"prompt": "p", "answer": 1}, "r.jsonl:2: `response` must be a text.*, got None"),
         ({"response": [], "index": 0}, r":2: `response` must be .* got \[\]"),
         ({"response": ["a", 1], "index": 0}, r":2: `response` must be .* got \['a', 1\]"),
-        ({"response": "a", "index": -1}, ":2: `index` must be a whole number from 0, got -1"),
+        ({"response": "a", "index": -1}, ":2: `index` must be an integer of at least 0, got -1"),
         ({"response": "a", "index": True}, ":2: `index` must be .* got True"),
         ({"response": "a"}, ":2: there is no column `prompt`"),
         ({"response": "a", "prompt": "p"}, ":2: there is no column `answer`"),

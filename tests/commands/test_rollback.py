@@ -133,7 +133,7 @@ def test_the_newest_checkpoint_may_be_named_too(run: RunDirectory) -> None:
 
 
 def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--from-step is 2, .* it keeps none$"):
+    with pytest.raises(UserError, match=r"--from-step is 2, .* it has none$"):
         rollback_to(RunDirectory(tmp_path), 2)
 
 
@@ -141,7 +141,7 @@ def test_a_name_that_is_taken_is_refused_before_anything_is_set_aside(run: RunDi
     """Somebody copied an abandoned checkpoint back where they should have moved it."""
     (run.checkpoints / "abandoned_0.4").mkdir()
     (run.checkpoints / "abandoned_0.4" / "kept").touch()
-    with pytest.raises(UserError, match=r"_000004 cannot be set aside: .*_0\.4 exists already$"):
+    with pytest.raises(UserError, match=r"_000004 cannot be renamed: .*_0\.4 already exists$"):
         rollback_to(run, 2)
     assert resume(run) == (0, 6)
 

@@ -92,10 +92,13 @@ def test_two_nodes_train_one_model_in_which_each_has_a_half(config: Path, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "parallel.nodes is 2, and this command uses one machine"),
-        (("--index", "1"), "--index is 1, and there is no --session for it to be part of"),
-        (("--session", "s", "--index", "2"), "--index is 2; parallel.nodes is 2, so it is 0 to 1"),
-        (("--session", "a/b"), "--session is 'a/b'; it must be a plain name"),
+        ((), "parallel.nodes is 2, but this command uses one machine"),
+        (("--index", "1"), "--index is 1, which requires --session"),
+        (
+            ("--session", "s", "--index", "2"),
+            "--index is 2; parallel.nodes is 2, so it must be 0 to 1",
+        ),
+        (("--session", "a/b"), "--session is 'a/b'; it must be a plain file name"),
     ],
 )
 def test_what_is_refused_makes_nothing(

@@ -107,7 +107,7 @@ def test_five_answers_a_prompt_are_asked_and_the_right_ones_kept(
     learned = Counter(np.concatenate(batches_of(len(examples), found.sft, 1)).tolist())
     assert learned == dict.fromkeys(range(16), 3)
     assert task.text(examples[0].prompt_ids.tolist()) == f"{rows[0]['prompt']}="
-    assert "teacher: 8 of 8 prompts, 16 answers kept" in capsys.readouterr().out
+    assert "teacher: 8 of 8 prompts, 16 answers accepted" in capsys.readouterr().out
 
 
 def test_every_example_is_learned_once_before_one_is_again() -> None:
@@ -127,7 +127,7 @@ def test_every_example_is_learned_once_before_one_is_again() -> None:
 def test_from_teacher_is_refused_when_data_steps_or_epochs_are_set(tmp_path: Path) -> None:
     for name, value in {"data": "mine.jsonl", "steps": 7, "epochs": 2}.items():
         config = settings(tmp_path).with_section("sft", **{name: value})
-        with pytest.raises(UserError, match=rf"^sft\.{name} is .*{value}.*: leave it out$"):
+        with pytest.raises(UserError, match=rf"^sft\.{name} is .*{value}.*. Remove sft"):
             check_teacher(config, "http://localhost:1/v1")
 
 
@@ -135,7 +135,7 @@ def test_a_teacher_that_is_never_right_or_fails_ends_in_a_sentence(
     tmp_path: Path, endpoint: Endpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = settings(tmp_path, min_reward=2.0, samples=1, prompts=2)
-    with pytest.raises(UserError, match="the reward accepted none of its answers"):
+    with pytest.raises(UserError, match="the reward accepted no answer"):
         sample_from_teacher(config, RunDirectory(tmp_path), endpoint.url)
     assert len(endpoint.asked) == 2
     endpoint.status = 500
@@ -147,9 +147,11 @@ def test_a_teacher_that_is_never_right_or_fails_ends_in_a_sentence(
 
 def test_a_teacher_that_cannot_be_asked_is_refused(tmp_path: Path) -> None:
     config = settings(tmp_path)
-    with pytest.raises(UserError, match=r"neither an address .* nor a Hugging Face model"):
+    with pytest.raises(
+        UserError, match=r"neither an address .* nor the directory of a Hugging Face model"
+    ):
         check_teacher(config, "/nowhere")
-    with pytest.raises(UserError, match=r"sft\.teacher\.model must name the model"):
+    with pytest.raises(UserError, match=r"Set sft\.teacher\.model"):
         check_teacher(settings(tmp_path, model=""), "http://x/v1")
 
 

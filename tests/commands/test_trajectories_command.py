@@ -83,7 +83,7 @@ def test_the_newest_fifty_are_listed_and_the_rest_is_counted(run: RunDirectory) 
     output = call(run)
     assert rows(output) == list(range(20, 70))
     assert f"{KEPT} trajectories: {KEPT} scored" in output
-    assert "12 older ones are not shown (--limit 0: all)" in output
+    assert "12 older trajectories are not shown (--limit 0: all)" in output
     assert f"{EXPORTED} more are in {run.path}/export/trajectories.jsonl" in output
 
 
@@ -195,7 +195,7 @@ def test_an_episode_is_a_conversation_with_authors_versions_and_masks(tmp_path: 
     left = printed(view.details(replace(found, turns=turns), str))
     assert left.count("mask 1") == 2, "a turn that is left is not trained"
     text = " ".join(printed(shown).split())
-    assert "turn 0, begins segment 0: environment, 2 tokens, mask 0 1|2" in text
+    assert "turn 0, first turn segment 0: environment, 2 tokens, mask 0 1|2" in text
     policy = "segment 3: policy 0.1 on e0, 2 tokens, mean log-prob -0.065, mask 1 6|7"
     assert f"turn 1, follows turn 0 segment 2: environment, 1 tokens, mask 0 5 {policy}" in text
     assert "turn 2 ended by stop, reward 1" in text

@@ -203,7 +203,7 @@ def test_a_dry_run_shows_the_figures_of_the_header(
     file = ROOT / "configs" / f"{name}.yaml"
     gpu = simulation(name).simulate.gpu.name
     cluster = Cluster(GPUS_PER_NODE, None, "24:00:00", gpu=gpu)
-    with pytest.raises(UserError, match="holds no"):  # weights, which a start needs
+    with pytest.raises(UserError, match="contains no"):  # weights, which a start needs
         launch_run(file, None, [f"model.path={tmp_path}"], cluster, slurm=True, dry_run=True)
     shown = capsys.readouterr().out.splitlines()
     assert set(stated(name)) <= set(shown)
@@ -222,7 +222,7 @@ def test_the_first_llama_of_70b_needs_the_override_that_its_file_names(tmp_path:
         config = derive(config, Machine.of_nodes(GPUS_PER_NODE, 4)).config
         longest = max_sequence_tokens(config)
         assert longest is not None
-        preflight._check_room(config, longest)
+        preflight._check_prompt_budget(config, longest)
         return longest - config.sampling.max_new_tokens
 
     with pytest.raises(UserError, match=r"sampling\.max_new_tokens is 8192, .* no prompt fits"):

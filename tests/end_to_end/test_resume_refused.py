@@ -59,7 +59,7 @@ def test_what_starts_and_does_not_begin_changes_nothing_that_a_resume_needs(
 
         plain = start("--resume", str(directory.path))
         assert plain.process.wait(60) == 0, plain.log.read_text()
-        assert "is complete after 2 steps, nothing is started" in plain.log.read_text()
+        assert "is complete after 2 steps; nothing was started" in plain.log.read_text()
 
         assert start(*again).process.wait(240) == 0, runs[-1].log.read_text()
         assert (steps_done(directory), directory.outcome()) == (4, RunOutcome.COMPLETE)

@@ -72,8 +72,8 @@ def test_what_is_set_stays_even_at_the_default(section: str, given: dict[str, An
     for field, value in given.items():
         assert getattr(getattr(derived.config, section), field) == value
         assert (
-            f"{section}.{field} = {value}: as set (file, command line, recipe or preset)"
-            in derived.lines()
+            f"{section}.{field} = {value}: set by a file, the command line, the recipe or "
+            "the preset" in derived.lines()
         )
 
 
@@ -90,7 +90,7 @@ def test_an_unknown_shape_is_the_reason_for_the_default() -> None:
     config = build_config({"algorithm": {"recipe": "pipeline_rl"}})
     derived = derive(config, H100)
     assert derived.config.schedule.concurrency == config.schedule.concurrency
-    assert any("shape is not known" in line for line in derived.lines())
+    assert any("shape is unknown" in line for line in derived.lines())
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,11 @@ def test_a_share_of_memory_that_leaves_no_room_for_an_update_is_refused(
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("parallel={tensor: 2, pipeline: 1}", r"tensor 2 x pipeline 1: a trainer's state .* 220"),
-        ("engines.tensor=1", r"engines\.tensor 1: an engine's weights would take 141\.1 GB"),
+        (
+            "parallel={tensor: 2, pipeline: 1}",
+            r"tensor 2 x parallel.pipeline 1: a trainer's state .* 220",
+        ),
+        ("engines.tensor=1", r"engines\.tensor 1: an engine's weights would need 141\.1 GB"),
     ],
 )
 def test_weights_that_no_gpu_can_hold_are_refused(override: str, sentence: str) -> None:

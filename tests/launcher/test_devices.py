@@ -70,14 +70,17 @@ def test_ranks_first_then_engines(gpus: list[str], config: RunConfig, split: Dev
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (settings(2, 2), r"parallel.ranks 2 and .* 2 need 4 GPUs .* distributed, and there are 3"),
+        (
+            settings(2, 2),
+            r"parallel.ranks 2 and .* 2 need 4 GPUs .* distributed; this machine has 3",
+        ),
         (
             settings(1, 1, transport="tensor"),
-            "weights.transport tensor hands weights over on a GPU",
+            "weights.transport is tensor, .* on the same GPU",
         ),
         (
             settings(4, 1, transport="tensor", placement="colocated"),
-            "parallel.ranks 4 on parallel.nodes 1 needs 4 GPUs a node, .* this machine has 3",
+            "parallel.ranks 4 on parallel.nodes 1 needs 4 GPUs per node, .* this machine has 3",
         ),
         (settings(4, 1, transport="disk"), "parallel.ranks 4 .* this machine has 3"),
     ],
@@ -111,7 +114,7 @@ def test_a_ray_cluster_that_runs_hands_out_its_own_gpus(monkeypatch: pytest.Monk
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert split_of_this_machine(settings(2, 2, device="cuda")) == DeviceSplit()
-    with pytest.raises(UserError, match=r"weights\.transport tensor hands"):
+    with pytest.raises(UserError, match=r"weights\.transport is tensor"):
         split_of_this_machine(settings(1, 1, transport="tensor", device="cuda"))
 
 
@@ -155,8 +158,8 @@ def test_a_trainer_with_fewer_gpus_than_ranks_is_refused_whatever_the_engines_us
 @pytest.mark.parametrize(
     ("settings", "address", "refusal"),
     [
-        ({"cluster": "ray"}, "", "cluster ray is used through Ray, which is not installed"),
-        ({}, "127.0.0.1:1", "cluster auto is used through Ray, which is not installed"),
+        ({"cluster": "ray"}, "", "cluster is ray, which requires Ray"),
+        ({}, "127.0.0.1:1", "cluster is auto, which requires Ray"),
         ({"cluster": "local"}, "127.0.0.1:1", None),
         ({}, "", None),
     ],
@@ -176,7 +179,7 @@ def test_ray_is_needed_only_where_it_is_used(
 
 def test_several_nodes_need_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"2 nodes are used .*megatron_async\[cluster\]"):
+    with pytest.raises(UserError, match=r"2 nodes are used, which .*megatron_async\[cluster\]"):
         check_ray(build_config({}), nodes=2)
 
 

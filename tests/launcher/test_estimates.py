@@ -43,12 +43,12 @@ def test_a_checkpoint_holds_twelve_bytes_of_each_parameter() -> None:
     # The shape counts no norms and biases.
     assert found.size == pytest.approx(12 * PARAMETERS, rel=1e-3)
     assert found.write_seconds == pytest.approx(12 * PARAMETERS / 5e9, rel=1e-3)
-    assert found.most == 3, "two are kept, and one is written"
+    assert found.limit == 3, "two are kept, and one is written"
 
 
 def test_few_steps_make_fewer_checkpoints() -> None:
     config = seventy("steps=15")
-    assert Checkpoints.of(config, shape_of(config)).most == 2
+    assert Checkpoints.of(config, shape_of(config)).limit == 2
 
 
 def test_a_stop_waits_for_the_step_and_for_a_save_under_way_and_for_its_own() -> None:
@@ -75,9 +75,12 @@ def test_the_script_needs_no_more_than_its_share_to_end_the_job() -> None:
 @pytest.mark.parametrize(
     ("cluster", "sentence"),
     [
-        (nodes("0:05:00"), r"--time is 0:05:00, and a stop takes up to 429 s: 339 s for the step"),
-        (nodes("24:00:00", "--signal=B:USR1@120"), r"leave it out, or set it to .*USR1@429"),
-        (nodes("24:00:00", "--signal=USR1@900"), r"leave it out, or set it to .*USR1@429"),
+        (
+            nodes("0:05:00"),
+            r"--time is 0:05:00, but a stop takes up to 429 s: 339 s for the current step",
+        ),
+        (nodes("24:00:00", "--signal=B:USR1@120"), r"Remove it, or set it to .*USR1@429"),
+        (nodes("24:00:00", "--signal=USR1@900"), r"Remove it, or set it to .*USR1@429"),
     ],
 )
 def test_a_notice_that_cannot_hold_is_refused(cluster: Cluster, sentence: str) -> None:
@@ -121,5 +124,5 @@ def test_checkpoints_that_lie_there_need_no_further_room(
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     Checkpoints(1000.0, 1.0, 3).check_free_space(directory)
-    with pytest.raises(UserError, match=r"lower checkpoint\.keep"):
+    with pytest.raises(UserError, match=r"Lower checkpoint\.keep"):
         Checkpoints(1001.0, 1.0, 3).check_free_space(directory)

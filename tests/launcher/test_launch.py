@@ -203,10 +203,10 @@ def test_a_run_that_began_on_one_machine_goes_on_over_several(
 @pytest.mark.parametrize(
     ("overrides", "cluster", "message"),
     [
-        ([], Cluster(4, None, "1:00:00"), "needs 8 GPUs a node, .* --gpus-per-node is 4"),
-        (["engines.tensor=16"], GPUS, r"engines\.tensor is 16, more than the 8 GPUs"),
+        ([], Cluster(4, None, "1:00:00"), "needs 8 GPUs per node, .* --gpus-per-node is 4"),
+        (["engines.tensor=16"], GPUS, r"engines\.tensor is 16, which is more than the 8 GPUs"),
         (["parallel.tensor=16"], GPUS, r"parallel\.tensor is 16, which does not divide"),
-        (["weights.transport=tensor"], GPUS, r"weights\.transport is tensor, .* of their own"),
+        (["weights.transport=tensor"], GPUS, r"weights\.transport is tensor, .* separate nodes"),
         (
             [
                 *("engines.placement=colocated", "weights.transport=tensor"),
@@ -214,9 +214,13 @@ def test_a_run_that_began_on_one_machine_goes_on_over_several(
                 "engines.count=2",
             ],
             GPUS,
-            r"engines\.placement is colocated, and launch gives engines nodes of their own",
+            r"engines\.placement is colocated, but launch gives engines separate nodes",
         ),
-        (["model.checkpoint=/nowhere"], GPUS, r"model\.checkpoint '/nowhere' has no manifest"),
+        (
+            ["model.checkpoint=/nowhere"],
+            GPUS,
+            r"model\.checkpoint is '/nowhere', which has no manifest",
+        ),
     ],
 )
 def test_what_is_refused_makes_nothing(
@@ -240,7 +244,7 @@ def test_a_dry_run_shows_which_engine_is_on_the_gpus_of_which_ranks(
     command = text.splitlines()[0]
     assert command.startswith("srun --nodes=1 --ntasks=1")
     assert f"megatron-async train --config {settings} engines.placement=colocated" in command
-    assert "2 of TP 4, colocated on the GPUs of trainer ranks 0+1+2+3, 4+5+6+7," in text
+    assert "2 of TP 4, colocated on the GPUs of trainer ranks 0+1+2+3, 4+5+6+7;" in text
     assert "memory of a trainer GPU" in text
     with pytest.raises(UserError) as refused:
         launch_run(settings, None, overrides, GPUS, slurm=True, dry_run=False)
@@ -294,7 +298,7 @@ def test_a_resume_whose_job_is_refused_leaves_the_run_as_it_was(
         launch(300, from_step)
     assert content() == before
     _sbatch(tmp_path, monkeypatch, "echo Submitted 1")
-    assert ("# set aside: " in launch(300, from_step)) == (from_step is not None)
+    assert ("# renamed: " in launch(300, from_step)) == (from_step is not None)
     queued = content()
     assert queued.keys() - before.keys() >= {f"{directory.resume_file}"}
     _sbatch(tmp_path, monkeypatch, "exit 1")
@@ -309,7 +313,7 @@ def test_a_job_that_may_have_been_taken_keeps_what_the_resume_has_set(
     directory = _with_checkpoints(settings, tmp_path / "model")
     _sbatch(tmp_path, monkeypatch, "exec sleep 60")
     monkeypatch.setattr("megatron_async.commands.launch._SUBMIT_SECONDS", 0.1)
-    with pytest.raises(ComponentFailure, match=r"squeue shows whether .* stays for it"):
+    with pytest.raises(ComponentFailure, match=r"squeue shows whether .* stay for it"):
         launch_run(None, directory.path, [], GPUS, slurm=True, dry_run=False, from_step=2)
     assert directory.resume_file.exists()
     assert (directory.checkpoints / "abandoned_0.4").is_dir()
@@ -323,12 +327,12 @@ def test_going_back_is_done_once_before_any_node_starts(settings: Path, tmp_path
             None, directory.path, [], GPUS, slurm=False, dry_run=dry_run, from_step=step
         )
 
-    with pytest.raises(UserError, match=r"--from-step is 3, .* it keeps steps 2, 4$"):
+    with pytest.raises(UserError, match=r"--from-step is 3, .* it has steps 2, 4$"):
         back_to(3, dry_run=False)
     assert "set aside" not in back_to(2, dry_run=True)
     assert (directory.checkpoints / "step_000004").is_dir()
     text = back_to(2, dry_run=False)
-    assert f"# set aside: {directory.checkpoints}/abandoned_0.4\n# one command" in text
+    assert f"# renamed: {directory.checkpoints}/abandoned_0.4\n# one command" in text
     assert sorted(path.name for path in directory.checkpoints.iterdir()) == [
         "abandoned_0.4",
         "step_000002",

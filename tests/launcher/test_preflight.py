@@ -89,9 +89,9 @@ def test_commands_that_only_show_a_run_show_what_its_start_would_find(
     if command[0] != "settings":
         assert "task.scorer_workers = " in shown() and "1 update(s)" in shown()
         assert "1 update(s)" in shown("eval.prompts=300", refused=True)
-        assert "eval.prompts is 300, and" in shown("eval.prompts=300", refused=True)
+        assert "eval.prompts is 300, but" in shown("eval.prompts=300", refused=True)
     else:
-        assert "train refuses this: eval.prompts is 300" in shown("eval.prompts=300")
+        assert "train refuses this run: eval.prompts is 300" in shown("eval.prompts=300")
 
 
 def test_none_held_out_at_all_is_refused(folder: Path) -> None:
@@ -115,7 +115,9 @@ def test_more_recomputed_layers_than_a_stage_has_are_refused(folder: Path) -> No
 
 
 def test_a_batch_larger_than_the_data_is_refused(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"groups_per_batch is 480, .* has 4\d\d training problems"):
+    with pytest.raises(
+        UserError, match=r"groups_per_batch is 480, .* has only 4\d\d training problems"
+    ):
         check_run(settings(folder, schedule={"groups_per_batch": 480}))
 
 
@@ -123,7 +125,9 @@ def test_a_batch_of_worked_answers_larger_than_their_file_is_refused(folder: Pat
     rows = [{"prompt": f"{i}-{i}=", "response": "0"} for i in range(20)]
     file = folder / "worked.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(UserError, match=r"sft\.batch_sequences is 64, and sft\.data .* has 1\d: "):
+    with pytest.raises(
+        UserError, match=r"sft\.batch_sequences is 64, but sft\.data .* has only 1\d, "
+    ):
         check_run(settings(folder, sft={"data": str(file)}), generates=False)
     check_run(settings(folder, sft={"data": str(file), "batch_sequences": 8}), generates=False)
 
@@ -148,7 +152,9 @@ def test_a_response_that_leaves_no_room_for_a_prompt_is_refused(
     folder: Path, engines: dict[str, int], long_prompts: str
 ) -> None:
     changes = {"sampling": {"max_new_tokens": 1024}, "task": {"long_prompts": long_prompts}}
-    with pytest.raises(UserError, match=r"max_new_tokens is 1024, and an engine takes 101[89]"):
+    with pytest.raises(
+        UserError, match=r"max_new_tokens is 1024, but an engine accepts at most 101[89]"
+    ):
         check_run(settings(folder, engines=engines, **changes))
 
 
@@ -207,7 +213,7 @@ def test_recipe_is_named_when_only_another_schedule_was_chosen(
     found = [
         notice
         for notice in check_run(settings(folder, **chosen)).notices
-        if "algorithm.recipe keeps its default copris" in notice
+        if "algorithm.recipe has its default copris" in notice
     ]
     assert len(found) == notices
     assert all("Recipes for this schedule: prime_rl" in notice for notice in found)
@@ -218,7 +224,9 @@ def test_a_tolerance_that_the_engines_of_another_host_cannot_keep_is_found_here(
 ) -> None:
     strict = settings(folder, weights={"probe_tolerance": 1e-5})
     check_probe_tolerance(strict, "cpu")
-    with pytest.raises(UserError, match=r"weights.probe_tolerance is 1e-05, which takes float32"):
+    with pytest.raises(
+        UserError, match=r"weights.probe_tolerance is 1e-05, which requires float32"
+    ):
         check_probe_tolerance(strict, "cuda")
 
 
@@ -226,5 +234,5 @@ def test_a_model_without_its_tokenizer_names_the_files_that_are_missing(tmp_path
     model = write_model(tmp_path / "model", "llama")
     for file in model.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(UserError, match=r"holds no tokenizer: copy tokenizer.json and"):
+    with pytest.raises(UserError, match=r"contains no tokenizer. Copy tokenizer.json and"):
         check_run(settings(model))

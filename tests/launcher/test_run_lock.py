@@ -280,7 +280,7 @@ class TestDisk:
             assert re.search(
                 rf"{disk.path}/live\S* cannot be (written: No space left on device"
                 rf"|made in {disk.path}: database or disk is full); free space"
-                rf"|checkpoints of .* lie in {disk.path}/live\S* at once .* there is room for",
+                rf"|{disk.path}/live\S* has free space for .* GB of checkpoints",
                 str(result.exception),
             )
             assert self.files(disk.path) == []
@@ -297,7 +297,7 @@ class TestDisk:
         result = CliRunner().invoke(app, command)
         assert isinstance(result.exception, UserError), result.output
         assert re.search(
-            "cannot be written: No space left on device; free space|there is room for",
+            "cannot be written: No space left on device; free space|has free space for",
             str(result.exception),
         )
         disk.make_room()
@@ -305,7 +305,7 @@ class TestDisk:
         result = CliRunner().invoke(app, command)
         assert isinstance(result.exception, UserError), result.output
         assert re.search(
-            "cannot be written: Read-only file system; mount|there is room for",
+            "cannot be written: Read-only file system; mount|has free space for",
             str(result.exception),
         )
         assert {name: data for name, data in contents(run).items() if name != "run.lock"} == before
@@ -340,7 +340,7 @@ def test_waiting_ends_with_what_was_waited_for(directory: RunDirectory) -> None:
         session.wait_for("ray", 0.1)
     session.close()
     began = time.monotonic()
-    with pytest.raises(ComponentFailure, match="was closed before ray was up"):
+    with pytest.raises(ComponentFailure, match="was closed before ray had started"):
         session.wait_for("ray", 60)
     assert time.monotonic() - began < 5
 
@@ -359,7 +359,7 @@ def test_names_that_are_refused(directory: RunDirectory) -> None:
             Session.join(directory, name)
     used = Session.join(directory, "a")
     used.close()
-    with pytest.raises(UserError, match="'a' was used by an earlier launch"):
+    with pytest.raises(UserError, match="is 'a', which an earlier launch"):
         used.begin()
 
 
@@ -368,5 +368,5 @@ def test_a_node_does_not_take_up_a_session_that_is_over(directory: RunDirectory)
     session.begin()
     assert Session.begun(directory, "monday", 1.0).path == session.path
     session.close()
-    with pytest.raises(ComponentFailure, match=r"'monday' is over: an earlier launch"):
+    with pytest.raises(ComponentFailure, match=r"'monday' is closed: an earlier launch"):
         Session.begun(directory, "monday", 60.0)

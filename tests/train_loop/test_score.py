@@ -106,7 +106,7 @@ def test_the_command_starts_the_ranks_and_leaves_one_file(
     layout = ["parallel.ranks=2", "parallel.tensor=2", f"root={tmp_path}/runs"]
     result = CliRunner().invoke(app, [*command, "--out", str(out), *layout])
     assert result.exception is None, result.output
-    assert result.output == f"log-probs of {len(LENGTHS)} sequences in {out}\n"
+    assert result.output == f"wrote the log-probs of {len(LENGTHS)} sequences to {out}\n"
     check_equal(load_file(out), expected)
     assert out.stat().st_mode == (tmp_path / "c.yaml").stat().st_mode, "as umask gives it"
     assert not any((tmp_path / "runs").iterdir())

@@ -63,10 +63,15 @@ def test_answers_of_an_evaluation_without_a_score_are_named(
 ) -> None:
     warnings = warnings_of(responses=of, score_failures=failed, refused=0)
     assert [(step, name) for step, name, _ in warnings] == [(3, "unscored_answers")] * warned
-    assert all(f"{failed} of {of} answers to set hard have no score" in w for _, _, w in warnings)
+    assert all(
+        f"{failed} of {of} responses to evaluation set hard could not be scored" in w
+        for _, _, w in warnings
+    )
 
 
 def test_refused_prompts_of_an_evaluation_are_named_and_not_the_scorer() -> None:
     ((step, name, message),) = warnings_of(responses=9, score_failures=0, refused=4)
     assert (step, name) == (3, "refused_eval_prompts")
-    assert "4 of 9 responses to set hard are missing" in message and "too long" in message
+    assert (
+        "4 of 9 responses to evaluation set hard are missing" in message and "too long" in message
+    )
