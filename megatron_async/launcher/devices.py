@@ -66,14 +66,13 @@ def split_devices(gpus: Sequence[str], config: RunConfig) -> DeviceSplit:
     ranks, for_engines = config.parallel.ranks, config.engines.count * config.engines.tensor
     if config.engines.placement == "disaggregated":
         if ranks + for_engines <= len(gpus):
-            engines = gpus[ranks : ranks + for_engines]
-            return DeviceSplit(",".join(gpus[:ranks]), ",".join(engines))
+            return DeviceSplit(",".join(gpus[:ranks]), ",".join(gpus[ranks : ranks + for_engines]))
         if config.weights.transport == "distributed":
             raise UserError(
                 f"parallel.ranks {ranks} and engines.count x engines.tensor {for_engines} need "
-                f"{needed} GPUs with weights.transport distributed; this machine has {len(gpus)}. "
-                "Lower "
-                "them, or set engines.placement colocated with weights.transport tensor."
+                f"{ranks + for_engines} GPUs with weights.transport distributed; this machine has "
+                f"{len(gpus)}. Lower them, or set engines.placement colocated with "
+                "weights.transport tensor."
             )
     check_ranks(len(gpus), config)
     return DeviceSplit()
