@@ -1,17 +1,20 @@
-"""Checkpoints of the trainer: sharded, verified, finalized by a manifest, loadable elsewhere.
+"""Saves the trainer's state to sharded checkpoints, verifies them, and loads them at any layout.
 
-- manager: save, find, load and retain the checkpoints of one run.
-- manifest: the commit record. A directory without it is no checkpoint; it exists whole or not at
-  all.
-- writer: a save by one rank: a copy in memory, then files, then (on rank 0) the commit.
-- state: a trainer as named tensors, taken for a save and put back at any layout; the weights alone
-  into the model of a new run (`model.checkpoint`).
-- placement: name, whole shape and boxes of each shard; names do not depend on the layout.
-- files: pieces of tensors in safetensors format, one writer to a file.
-- checksum: checksums that add over pieces; every tensor is compared after a load.
-- collective: how the ranks agree about a checkpoint. No rank goes on alone after a fault.
-- random_state: the random states of a rank as named tensors.
+- manager: saves, finds, loads and prunes the checkpoints of one run.
+- manifest: the commit record. A directory without a manifest is not a checkpoint; a checkpoint
+  exists completely or not at all.
+- writer: one rank's share of a save: a copy in memory, then files, then (on rank 0) the commit.
+- state: describes a trainer as named tensors, which a save writes and a load fills at any layout.
+  Also loads only the weights into the model of a new run (`model.checkpoint`).
+- placement: the name and the whole shape of each parameter, and the boxes of each shard. Names do
+  not depend on the layout.
+- files: slices of tensors in safetensors format; each file has one writer.
+- checksum: checksums whose sum over the slices is the checksum of the tensor; every tensor is
+  compared after a load.
+- collective: how the ranks agree about a checkpoint. No rank proceeds alone after a fault.
+- random_state: the states of a rank's random generators as named tensors.
 - convert: Hugging Face directories to checkpoints and back, without building a model.
 
-Nothing is imported here: who only looks for a manifest must not wait for the trainer's packages.
+This package imports nothing on its own import: a command that only looks for a manifest must not
+wait for the trainer's packages.
 """

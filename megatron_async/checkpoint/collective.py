@@ -1,4 +1,4 @@
-"""Collective operations by which the ranks agree about a checkpoint."""
+"""Provides the collective operations by which the ranks agree about a checkpoint."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,14 @@ from megatron_async.checkpoint.manifest import Checkpoint, CorruptCheckpoint, fa
 
 
 def first_error(mine: str | None, group: dist.ProcessGroup | None = None) -> str | None:
-    """Collective. The error of the lowest rank that has one."""
+    """Return, on every rank, the error of the lowest rank that has an error; None if no rank has
+    one.
+
+    Collective: every rank of `group` calls it.
+
+    Args:
+        mine: The error of this rank; None if it has none.
+    """
     errors: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, mine, group=group)
     return next((error for error in errors if error is not None), None)
@@ -17,7 +24,10 @@ def first_error(mine: str | None, group: dist.ProcessGroup | None = None) -> str
 
 @contextmanager
 def corrupt_on_all(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Collective. A CorruptCheckpoint inside the block on one rank is raised by every rank."""
+    """Make every rank raise CorruptCheckpoint if one rank raises it inside the block.
+
+    Collective: every rank of `group` enters and leaves the block.
+    """
     problem = None
     try:
         yield
@@ -28,7 +38,11 @@ def corrupt_on_all(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def shared_faults(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> list[str]:
-    """`faults`, divided over the ranks; the same on all. Collective where there are ranks."""
+    """Check the files of a checkpoint, divided over the ranks; return all faults, on every rank.
+
+    Each fault is one sentence, as from `faults`. Collective if torch.distributed is initialized;
+    otherwise this process reads all files.
+    """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     files = checkpoint.manifest.files
     mine = faults(checkpoint.path, {name: files[name] for name in sorted(files)[rank::size]})
@@ -36,4 +50,4 @@ def shared_faults(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None
         return mine
     found: list[list[str]] = [[] for _ in range(size)]
     dist.all_gather_object(found, mine, group=group)
-    return [problem for part in found for problem in part]
+    return [problem for of_rank in found for problem in of_rank]

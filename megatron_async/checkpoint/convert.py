@@ -1,20 +1,22 @@
-"""Hugging Face directories to distributed checkpoints and back, without building a model.
+"""Converts Hugging Face directories to distributed checkpoints and back, without building a model.
 
     hf_to_megatron("models/llama", "weights/llama", tensor=4, pipeline=2)
     megatron_to_hf("runs/my-run", "export/my-run")
 
-The Megatron side is a checkpoint of this project: files per rank, finalized by a manifest. What a
-run has saved can be converted at any moment; what was converted is a starting point of a run
-(`model.checkpoint`). A converted checkpoint carries the Hugging Face config and tokenizer in `hf/`.
+The Megatron side is a checkpoint of this project: files for each rank, finalized by a manifest. A
+checkpoint that a run has saved can be converted at any time, and a converted checkpoint is a
+starting point of a run (`model.checkpoint`). A converted checkpoint contains the Hugging Face
+config and tokenizer in `hf/`.
 
-Progress is a bar of bytes or elements; silent where not wanted.
+A progress bar shows bytes or elements, unless the caller turns it off.
 
 Invariants
-- Streaming: in memory are the tensors of one parameter (Megatron), or of one output file (Hugging
-  Face), never a model.
-- The destination appears whole or not at all; what exists is never written over.
-- Bit-exact: values are cut and joined, and cast only where `dtype` or config.json asks for it.
-- Each parameter's checksum is written, and compared when it is read.
+- The conversion is streamed: memory contains the tensors of one parameter (to Megatron), or of one
+  output file (to Hugging Face), never a model.
+- The destination appears completely or not at all; an existing destination is never overwritten.
+- The conversion is bit-exact: values are cut and joined, and cast only if `dtype` or config.json
+  requires it.
+- The checksum of each parameter is written, and compared when the parameter is read.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +39,7 @@ from megatron_async.checkpoint.checksum import (
     dtype_named,
     tally,
 )
-from megatron_async.checkpoint.files import PieceReader, RankFiles, header_room, piece_key
+from megatron_async.checkpoint.files import PieceReader, RankFiles, max_entry_bytes, piece_key
 from megatron_async.checkpoint.manifest import (
     Checkpoint,
     CorruptCheckpoint,
@@ -70,7 +72,7 @@ from megatron_async.run_directory import RunDirectory
 
 HF_FOLDER = "hf"
 CONVERTED = "weights_only"
-PARAMETER_DTYPE = "parameter_dtype"  # of the model that a run's checkpoint is of
+PARAMETER_DTYPE = "parameter_dtype"  # Manifest key: precision of the model that the run trained.
 _OPEN_FILES = 1
 
 
@@ -87,11 +89,21 @@ def hf_to_megatron(
     family: str = "",
     show_progress: bool = False,
 ) -> Checkpoint:
-    """Weights of a Hugging Face directory as a checkpoint cut for `tensor` x `pipeline` ranks.
+    """Convert the weights of a Hugging Face directory to a checkpoint for `tensor` x `pipeline`
+    ranks.
 
-    It loads at every other layout too; at this one each rank reads a file of its own. `family`
-    as `model.family`. Raises UserError for a missing or unfitting source, an impossible layout, an
-    existing destination.
+    The checkpoint loads at every other layout too; at this layout each rank reads only its own
+    file.
+
+    Args:
+        source: The Hugging Face directory.
+        destination: The checkpoint directory to create.
+        dtype: Precision of the checkpoint; None keeps that of each tensor.
+        family: Architecture family, as setting `model.family`; empty means from config.json.
+
+    Raises:
+        UserError: If the source is missing or does not fit its config.json, the layout is
+            impossible for the model, or the destination exists.
     """
     source, destination = Path(source), Path(destination)
     cast = None if dtype is None else dtype_named(dtype)
@@ -127,6 +139,7 @@ def hf_to_megatron(
 
 
 def _check_sizes(architecture: Architecture, tensor: int, pipeline: int) -> None:
+    """Raise UserError if the model cannot be divided over `tensor` x `pipeline` ranks."""
     parallel = ParallelConfig(
         ranks=tensor * pipeline, tensor=tensor, pipeline=pipeline, sequence=tensor > 1
     )
@@ -142,7 +155,16 @@ def _write_pieces(
     cast: torch.dtype | None,
     advance: "Advance",
 ) -> dict[str, TensorRecord]:
-    """The files of every rank, parameter by parameter; returns what the manifest lists."""
+    """Write the files of every rank, one parameter after the other; return the manifest's tensor
+    records.
+
+    Args:
+        a: The architecture of the model.
+        source: The Hugging Face tensors.
+        folder: Where the files are written.
+        cast: Precision of the values; None keeps it.
+        advance: Called with the number of bytes after each shard.
+    """
     tallies: dict[str, TensorTally] = {}
     with ExitStack() as stack:
         for stage in range(pipeline):
@@ -150,7 +172,7 @@ def _write_pieces(
             ranks = [
                 stack.enter_context(
                     RankFiles(
-                        folder, stage * tensor + rank, _header_room(parameter_ids, tensor, rank)
+                        folder, stage * tensor + rank, _header_bytes(parameter_ids, tensor, rank)
                     )
                 )
                 for rank in range(tensor)
@@ -161,22 +183,22 @@ def _write_pieces(
                     size = shards_of(parameter_id.rule, tensor)
                     shard = split(parameter_id.rule, names, source.read, size, rank)
                     flat_N = (shard if cast is None else shard.to(cast)).reshape(-1)
-                    known = tally(tallies, parameter_id.weights, parameter_id.shape, flat_N.dtype)
+                    total = tally(tallies, parameter_id.weights, parameter_id.shape, flat_N.dtype)
                     for box in boxes(parameter_id, tensor, rank):
                         piece = flat_N[box.begin : box.end].view(box.shape)
                         ranks[rank].add(piece_key(parameter_id.weights, box.offsets), piece)
-                        known.add(
+                        total.add(
                             int(checksum(piece, box.offsets, parameter_id.shape)), piece.numel()
                         )
                     advance(shard.nbytes)
             for files in ranks:
                 files.finish()
-    return {name: known.record(name) for name, known in tallies.items()}
+    return {name: total.record(name) for name, total in tallies.items()}
 
 
-def _header_room(parameter_ids: Sequence[ParameterId], tensor: int, rank: int) -> int:
+def _header_bytes(parameter_ids: Sequence[ParameterId], tensor: int, rank: int) -> int:
     return sum(
-        header_room(piece_key(parameter_id.weights, box.offsets))
+        max_entry_bytes(piece_key(parameter_id.weights, box.offsets))
         for parameter_id in parameter_ids
         if rank < shards_of(parameter_id.rule, tensor)
         for box in boxes(parameter_id, tensor, rank)
@@ -196,12 +218,23 @@ def megatron_to_hf(
     family: str = "",
     show_progress: bool = False,
 ) -> Checkpoint:
-    """The weights of a checkpoint as a Hugging Face directory; returns which checkpoint it was.
+    """Write the weights of a checkpoint as a Hugging Face directory; return the checkpoint that was
+    read.
 
-    `source` is a checkpoint directory, or a run directory (its newest intact checkpoint). `model`
-    gives config and tokenizer; by default the model that the run or the conversion began with.
-    Without `dtype` a run's weights have the precision of config.json, as at the end of a run, and
-    converted weights keep theirs. `family` as `model.family`. Raises UserError.
+    Args:
+        source: A checkpoint directory, or a run directory, whose newest intact checkpoint is
+            converted.
+        destination: The Hugging Face directory to create.
+        model: Directory whose config and tokenizer are copied. None means the Hugging Face files
+            that a converted checkpoint contains, or else the model that the run started with.
+        dtype: Precision of the written weights. None means that of config.json for a run's
+            checkpoint, as at the end of a run, and the stored precision for a converted checkpoint.
+        max_shard_bytes: Size limit of an output file.
+        family: Architecture family, as setting `model.family`; empty means from config.json.
+
+    Raises:
+        UserError: If the checkpoint is missing, corrupt or of another model, or the destination
+            exists.
     """
     destination = Path(destination)
     cast = None if dtype is None else dtype_named(dtype)
@@ -237,21 +270,33 @@ def _hf_tensors(
     cast: torch.dtype | None,
     advance: "Advance",
 ) -> Iterator[tuple[str, Tensor]]:
+    """Generate the name and values of each Hugging Face tensor, read from a checkpoint and
+    verified.
+
+    Args:
+        cast: Precision of the tensors; None keeps that of the model or of the conversion.
+        advance: Called with the number of elements after each parameter.
+    """
     precision = checkpoint.manifest.trainer.get(PARAMETER_DTYPE)
     for parameter_id in stage_parameter_ids(a, 0, 1):
         whole = _read(checkpoint, reader, parameter_id)
         advance(whole.numel())
-        if precision is not None:  # the model's values are roundings of the optimizer's
+        # The checkpoint has the optimizer's values; the model's values are their roundings.
+        if precision is not None:
             whole = whole.to(dtype_named(precision))
         for name, tensor in zip(
             parameter_id.tensor_names, merge(parameter_id.rule, [whole]), strict=True
         ):
-            # A clone: a view would keep the whole parameter in memory, and be saved with it.
+            # Cloned, since a view would keep the whole parameter in memory and be saved with it.
             yield name, (tensor if cast is None else tensor.to(cast)).clone()
 
 
 def _read(checkpoint: Checkpoint, reader: PieceReader, parameter_id: ParameterId) -> Tensor:
-    """Read a whole parameter and compare its checksum. Raises CorruptCheckpoint."""
+    """Read the values of a whole parameter from a checkpoint and compare their checksum.
+
+    Raises:
+        CorruptCheckpoint: If the values are incomplete or differ from those that were saved.
+    """
     record = checkpoint.manifest.tensors[parameter_id.weights]
     origin = (0,) * len(parameter_id.shape)
     whole = torch.empty(parameter_id.shape, dtype=dtype_named(record.dtype))
@@ -263,6 +308,11 @@ def _read(checkpoint: Checkpoint, reader: PieceReader, parameter_id: ParameterId
 
 
 def _find_checkpoint(source: Path) -> Checkpoint:
+    """Return the checkpoint at `source`, or the newest intact one if `source` is a run directory.
+
+    Raises:
+        UserError: If no intact checkpoint is found.
+    """
     if not RunDirectory(source).config_file.exists():
         return open_checkpoint(source)
     checkpoints = RunDirectory(source).checkpoints
@@ -273,7 +323,14 @@ def _find_checkpoint(source: Path) -> Checkpoint:
 
 
 def _hf_files_of(checkpoint: Checkpoint, model: Path | str | None) -> Path:
-    """The directory with config.json and tokenizer that belongs to a checkpoint."""
+    """Return the directory with the config.json and tokenizer that belong to a checkpoint.
+
+    Args:
+        model: The directory that the user named; None means that of the conversion or of the run.
+
+    Raises:
+        UserError: If the checkpoint was not converted and is not in a run directory.
+    """
     if model is not None:
         return Path(model)
     if (checkpoint.path / HF_FOLDER / "config.json").exists():
@@ -281,8 +338,8 @@ def _hf_files_of(checkpoint: Checkpoint, model: Path | str | None) -> Path:
     run_config = RunDirectory(checkpoint.path.parent.parent).config_file
     if not run_config.exists():
         raise UserError(
-            f"checkpoint {checkpoint.path} does not name its model: it is not in a run "
-            "directory; name its Hugging Face directory with --model"
+            f"checkpoint {checkpoint.path} does not name its model, since it is not in a run "
+            "directory. Name the model's Hugging Face directory with --model"
         )
     return Path(load_config(run_config).model.path)
 
@@ -294,7 +351,13 @@ Advance: TypeAlias = Callable[[int], None]
 
 @contextmanager
 def _progress(title: str, total: int, show: bool) -> Iterator[Advance]:
-    """A bar for the length of the block; gives what is called when so much more is done."""
+    """Show a progress bar during the block, which gets a function that advances the bar by an
+    amount.
+
+    Args:
+        total: The amount at which the bar is full.
+        show: Whether the bar is shown at all.
+    """
     columns = (BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn())
     title_column = TextColumn("{task.description}")
     with Progress(title_column, *columns, TimeRemainingColumn(), disable=not show) as bar:
@@ -304,5 +367,6 @@ def _progress(title: str, total: int, show: bool) -> Iterator[Advance]:
 
 
 def _refuse_existing(destination: Path) -> None:
+    """Raise UserError if the destination of a conversion exists."""
     if destination.exists():
-        raise UserError(f"--dst {destination} exists already")
+        raise UserError(f"--dst {destination} exists already. Name a new directory")

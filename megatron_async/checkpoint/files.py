@@ -1,14 +1,14 @@
-"""The tensor files of a checkpoint: pieces in safetensors format, written rank by rank.
+"""Reads and writes the tensor files of a checkpoint: slices of tensors in safetensors format.
 
-A rank writes one file for each precision. The key of a piece is the tensor's name and the place
-where the piece begins: `exp_avg/decoder.layers.3.mlp.linear_fc2.weight@128,0`. The headers of the
-files are all there is: no index, and nothing that runs when it is read (no pickle).
+Each rank writes one file for each precision. The key of a slice is the tensor's name and the index
+at which the slice begins: `exp_avg/decoder.layers.3.mlp.linear_fc2.weight@128,0`. The headers of
+the files are the only index, and reading executes no code (no pickle).
 
 Invariants
-- What is read goes through a small buffer into its place; files are not mapped, so that memory does
-  not grow with them.
-- Whatever the files hold, a tensor is read whole or the checkpoint is refused as corrupt in one
-  sentence.
+- Content is read through a small buffer into its destination; files are not memory-mapped, so that
+  memory use does not grow with the files.
+- Whatever the files contain, a tensor is read completely, or the checkpoint is refused as corrupt
+  with a message of one sentence.
 """
 
 import json
@@ -31,24 +31,31 @@ PREFIX = "rank_"
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _LENGTH = struct.Struct("<Q")
-_ENTRY_BYTES = 160  # of a header's entry beside its key: type, shape, two offsets
+_ENTRY_BYTES = 160  # Limit of an entry's bytes without its key: type, shape, two offsets.
 _BAND_BYTES = 1 << 24
 _OPEN_FILES = 64
 
 
 class PieceFile:
-    """A file that grows piece by piece; its header is written last, into room left for it."""
+    """One safetensors file to which slices of tensors are appended; its header is written last.
 
-    def __init__(self, path: Path, dtype: torch.dtype, room: int) -> None:
+    The header goes into `header_bytes` bytes that are reserved at the start of the file.
+    """
+
+    def __init__(self, path: Path, dtype: torch.dtype, header_bytes: int) -> None:
         self._dtype = _NAMES[dtype]
         self._file: BinaryIO = path.open("wb")
-        self._room = -(-room // 8) * 8
+        self._header_bytes = -(-header_bytes // 8) * 8
         self._entries: dict[str, dict[str, Any]] = {}
         self._bytes = 0
-        self._file.seek(_LENGTH.size + self._room)
+        self._file.seek(_LENGTH.size + self._header_bytes)
 
     def add(self, key: str, piece: Tensor) -> None:
-        """Append. Raises OSError."""
+        """Append a slice of a tensor to the file under `key`.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
         begin, self._bytes = self._bytes, self._bytes + piece.nbytes
         self._entries[key] = {
             "dtype": self._dtype,
@@ -58,10 +65,14 @@ class PieceFile:
         self._file.write(piece.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def finish(self) -> None:
-        """Write the header; all of it is on disk afterwards. Raises OSError."""
-        header = json.dumps(self._entries, separators=(",", ":")).encode().ljust(self._room)
+        """Write the header and force the whole file to disk.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
+        header = json.dumps(self._entries, separators=(",", ":")).encode().ljust(self._header_bytes)
         self._file.seek(0)
-        self._file.write(_LENGTH.pack(self._room) + header)
+        self._file.write(_LENGTH.pack(self._header_bytes) + header)
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -70,12 +81,21 @@ class PieceFile:
 
 
 class RankFiles:
-    """The files of one rank: one for each precision, made when its first piece comes."""
+    """The tensor files of one rank: one for each precision, created when its first slice is added.
 
-    def __init__(self, folder: Path, rank: int, room: int) -> None:
-        """`room` is at least the sum of `header_room` over the pieces that will come."""
+    A context manager, which closes the files.
+    """
+
+    def __init__(self, folder: Path, rank: int, header_bytes: int) -> None:
+        """Create no file yet.
+
+        Args:
+            folder: The directory of the files.
+            rank: The rank, which is part of the file names.
+            header_bytes: At least the sum of `max_entry_bytes` over the slices that will be added.
+        """
         self._stem = folder / f"{PREFIX}{rank:05d}"
-        self._room = room
+        self._header_bytes = header_bytes
         self._files: dict[torch.dtype, PieceFile] = {}
 
     def __enter__(self) -> Self:
@@ -87,31 +107,49 @@ class RankFiles:
                 stack.callback(file.close)
 
     def add(self, key: str, piece: Tensor) -> None:
-        """Append. Raises OSError."""
+        """Append a slice of a tensor under `key` to the file of its precision.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
         dtype = piece.dtype
         if dtype not in self._files:
             path = Path(f"{self._stem}.{_NAMES[dtype].lower()}{SUFFIX}")
-            self._files[dtype] = PieceFile(path, dtype, self._room)
+            self._files[dtype] = PieceFile(path, dtype, self._header_bytes)
         self._files[dtype].add(key, piece)
 
     def finish(self) -> None:
-        """Finish every file of this rank. Raises OSError."""
+        """Write the headers of all files of this rank and force the files to disk.
+
+        Raises:
+            OSError: If a file cannot be written.
+        """
         for file in self._files.values():
             file.finish()
 
 
 def piece_key(name: str, offsets: Sequence[int]) -> str:
+    """Return the key of a slice in a file: the tensor's name and the index at which the slice
+    begins."""
     return f"{name}@{','.join(map(str, offsets))}"
 
 
-def header_room(key: str) -> int:
-    """Bytes that a piece takes in its file's header, at most."""
+def max_entry_bytes(key: str) -> int:
+    """Return an upper limit of the bytes that the slice with this key takes in its file's
+    header."""
     return len(json.dumps(key)) + _ENTRY_BYTES
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """A piece in a file: from byte `begin` on."""
+    """A slice of a tensor in a file.
+
+    Attributes:
+        path: The file.
+        begin: Number of the slice's first byte in the file.
+        offsets: Index of the slice's first element in the whole tensor.
+        shape: Shape of the slice.
+    """
 
     path: Path
     begin: int
@@ -121,10 +159,17 @@ class _Stored:
 
 
 class PieceReader:
-    """Reads any box of any tensor of a checkpoint, out of the pieces that it meets."""
+    """Reads any box of any tensor of a checkpoint from the stored slices that overlap the box.
+
+    A context manager, which closes the files.
+    """
 
     def __init__(self, folder: Path, files: Iterable[str]) -> None:
-        """Reads the headers of `files`, those of the manifest. Raises CorruptCheckpoint."""
+        """Read the headers of the tensor files among `files`, the file names of the manifest.
+
+        Raises:
+            CorruptCheckpoint: If a header cannot be read.
+        """
         self._open: dict[Path, BinaryIO] = {}
         self._pieces: dict[str, list[_Stored]] = {}
         for name in sorted(files):
@@ -140,9 +185,13 @@ class PieceReader:
             file.close()
 
     def read(self, name: str, offsets: Sequence[int], into: Tensor) -> None:
-        """Fill `into` (its dtype may be another) with the box at `offsets` of tensor `name`.
+        """Fill `into` with the box of tensor `name` that begins at index `offsets` and has the
+        shape of `into`.
 
-        Raises CorruptCheckpoint when the pieces do not cover it.
+        `into` may have another dtype, to which the values are cast.
+
+        Raises:
+            CorruptCheckpoint: If the stored slices do not cover the box exactly.
         """
         covered = 0
         for stored in self._pieces.get(name, ()):
@@ -151,12 +200,20 @@ class PieceReader:
                 covered += self._copy(stored, *overlap, into)
         if covered != into.numel():
             raise CorruptCheckpoint(
-                f"tensor {name} has {covered} of the {into.numel()} elements of {list(into.shape)} "
-                f"at {list(offsets)}"
+                f"tensor {name} has {covered} of the {into.numel()} elements of the box of shape "
+                f"{list(into.shape)} at index {list(offsets)}"
             )
 
     def _copy(self, stored: _Stored, theirs: "_Slices", ours: "_Slices", into: Tensor) -> int:
-        """Band by band of whole rows of the piece; returns the number of elements."""
+        """Copy the overlap of a stored slice with a box into the box; return the number of
+        elements.
+
+        Whole rows of the slice are read in bands of limited size.
+
+        Args:
+            theirs: The overlap as indices of the stored slice.
+            ours: The overlap as indices of `into`.
+        """
         rows = theirs[0]
         width = prod(stored.shape[1:])
         row_bytes = width * stored.dtype.itemsize
@@ -173,12 +230,14 @@ class PieceReader:
                 raise CorruptCheckpoint(f"{stored.path.name} cannot be read: {error}") from error
             if length != len(content):
                 raise CorruptCheckpoint(f"{stored.path.name} ends early")
-            part = torch.frombuffer(content, dtype=stored.dtype).view(count, *stored.shape[1:])
+            rows_read = torch.frombuffer(content, dtype=stored.dtype).view(count, *stored.shape[1:])
             begin = first - rows.start
-            target[begin : begin + count].copy_(part[:, *theirs[1:]])
+            target[begin : begin + count].copy_(rows_read[:, *theirs[1:]])
         return target.numel()
 
     def _file(self, path: Path) -> BinaryIO:
+        """Return the open file at `path`; close the file that was opened first if too many are
+        open."""
         if path not in self._open:
             if len(self._open) >= _OPEN_FILES:
                 self._open.pop(next(iter(self._open))).close()
@@ -187,14 +246,18 @@ class PieceReader:
 
 
 def _header(folder: Path, name: str) -> Iterator[tuple[str, _Stored]]:
-    """The pieces of one file. Raises CorruptCheckpoint."""
+    """Read the header of one tensor file; generate each slice with the name of its tensor.
+
+    Raises:
+        CorruptCheckpoint: If the file or its header cannot be read.
+    """
     try:
         path = file_in(folder, name)
         size = path.stat().st_size
         with path.open("rb") as file:
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
             if length > size:
-                raise ValueError(f"its header has {length} bytes by its own account")
+                raise ValueError(f"its header claims {length} bytes, and the file has {size}")
             entries = json.loads(file.read(length))
         for key, entry in entries.items():
             yield _piece(path, _LENGTH.size + length, size, key, entry)
@@ -211,15 +274,24 @@ def _header(folder: Path, name: str) -> Iterator[tuple[str, _Stored]]:
 
 
 def _piece(path: Path, data: int, size: int, key: str, entry: Any) -> tuple[str, _Stored]:
-    """Read an entry of a header: the tensor, and its piece. Raises ValueError and others."""
-    tensor, _, place = key.rpartition("@")
+    """Parse one entry of a file's header; return the tensor's name and its slice in the file.
+
+    Args:
+        data: Number of the first byte after the header.
+        size: Size of the file in bytes.
+
+    Raises:
+        ValueError: If the entry contradicts itself or the file; a malformed entry may also raise
+            KeyError, TypeError or AttributeError.
+    """
+    tensor, _, index = key.rpartition("@")
     dtype = _DTYPES[entry["dtype"]]
     shape = tuple(int(count) for count in entry["shape"])
-    offsets = tuple(int(number) for number in place.split(","))
+    offsets = tuple(int(number) for number in index.split(","))
     begin, end = (data + int(number) for number in entry["data_offsets"])
     fits = data <= begin <= end <= size and end - begin == prod(shape) * dtype.itemsize
     if not fits or len(shape) != len(offsets) or min(shape, default=0) < 1:
-        raise ValueError(f"{key} is not {entry}")
+        raise ValueError(f"entry {key} contradicts its key or the file: {entry}")
     return tensor, _Stored(path, begin, dtype, offsets, shape)
 
 
@@ -229,7 +301,8 @@ _Slices = tuple[slice, ...]
 def _overlap(
     stored: _Stored, offsets: Sequence[int], shape: Sequence[int]
 ) -> tuple[_Slices, _Slices] | None:
-    """Intersection of a piece and a box, as slices of either."""
+    """Return the intersection of a stored slice and a box as indices of each; None if it is
+    empty."""
     if len(stored.offsets) != len(offsets):
         return None
     theirs, ours = [], []

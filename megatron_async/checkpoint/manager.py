@@ -1,15 +1,15 @@
-"""`CheckpointManager`: save, find, load and retain the checkpoints of one run.
+"""Provides `CheckpointManager`, which saves, finds, loads and prunes the checkpoints of one run.
 
 Invariants
 - `save`, `wait`, `close`, `load` (and `newest` in a trainer rank) are collective: every rank calls
-  them in the same order. `take_finalized` is not.
-- At most one save is under way; the next one, `wait` and `close` wait for it, within
+  them in the same order. `take_finalized` is not collective.
+- At most one save is running; the next save, `wait` and `close` wait for it, within
   `checkpoint.timeout_seconds`.
-- A save that failed raises on every rank at the next of these calls, and no earlier checkpoint
-  has changed. Pruning happens only after a commit.
-- Finding verifies every file (ranks share the reading); one with a damaged file is reported and the
-  one before it is used.
-- Loading verifies every tensor: what the ranks hold afterwards is what they held at the save.
+- A failed save raises on every rank at the next of these calls, and leaves earlier checkpoints
+  unchanged. Old checkpoints are removed only after a commit.
+- The search for the newest checkpoint verifies every file (the ranks share the reading). A
+  checkpoint with a damaged file is reported, and the previous checkpoint is used.
+- Loading verifies every tensor: afterwards the ranks have the values that they had at the save.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from megatron_async.files.disk import reason_and_file
 from megatron_async.runtime.host_buffers import HostBuffers
 from megatron_async.trajectory.types import PolicyVersion
 
-if TYPE_CHECKING:  # Megatron is imported where it is used: finding a checkpoint does not need it.
+# Megatron is imported only where it is used, since finding a checkpoint does not need it.
+if TYPE_CHECKING:
     from megatron_async.checkpoint.state import Checkpointable
     from megatron_async.checkpoint.writer import SaveJob
 
@@ -52,35 +53,55 @@ _TEMPORARY_PREFIX = ".saving_"
 
 @dataclass(frozen=True)
 class Finalized:
-    """A commit: the manifest of `step` exists now, and these can still be restored."""
+    """A checkpoint that was committed: its manifest exists.
+
+    Attributes:
+        step: The policy number of the checkpoint.
+        kept: Versions of the checkpoints that can still be restored after this commit, ascending.
+    """
 
     step: int
     kept: tuple[PolicyVersion, ...]
 
 
 class CheckpointManager:
-    """Checkpoints in `root`, the run's `checkpoints/`."""
+    """Saves, finds, loads and prunes the checkpoints below `root`, the run's `checkpoints/`."""
 
     def __init__(
         self, root: Path | str, config: CheckpointConfig, group: dist.ProcessGroup | None = None
     ) -> None:
-        """`group`: all ranks, with a limit for waits for the slowest one's disk."""
+        """Touch no file yet.
+
+        Args:
+            root: The run's `checkpoints/`.
+            config: The settings `checkpoint.*`.
+            group: All ranks, with a time limit for waits for the slowest rank's disk; None means
+                the default group.
+        """
         self._root = Path(root)
         self._config = config
         self._group = group
         self._job: SaveJob | None = None
-        self._pinned = HostBuffers()  # the save before has ended when the next one begins
+        self._pinned = HostBuffers()  # Reused: the previous save has ended by then.
         self._first_save = True
         self._finalized: list[Finalized] = []
 
     # ------------------------------------------------------------ saving
 
     def save(self, trainer: Checkpointable, extra: Mapping[str, Any]) -> None:
-        """Copy the trainer's state and write it, in the background where configured.
+        """Copy the trainer's state to memory and write it to disk as a checkpoint.
 
-        `extra` is any JSON object and belongs to the caller; rank 0's is kept. Raises
-        ComponentFailure when this save (synchronous) or the previous one (asynchronous) failed,
-        TypeError when `extra` is not JSON.
+        With `checkpoint.asynchronous` the files are written in the background. Collective; waits
+        for the previous save first.
+
+        Args:
+            trainer: The trainer to save.
+            extra: A JSON object of the caller; that of rank 0 is stored.
+
+        Raises:
+            ComponentFailure: If the previous save or, without `checkpoint.asynchronous`, this save
+                failed.
+            TypeError: If `extra` is not JSON.
         """
         from megatron_async.checkpoint.state import current_layout
         from megatron_async.checkpoint.writer import SaveJob, prepare
@@ -95,9 +116,9 @@ class CheckpointManager:
             trainer=trainer.progress(),
             extra=dict(extra),
         )
-        manifest.to_json()  # Raises here rather than in the background.
+        manifest.to_json()  # Raises TypeError here, not in the background.
         temporary = self._root / f"{_TEMPORARY_PREFIX}{version}"
-        self._make_room(temporary, version.number)
+        self._make_temporary(temporary, version.number)
         self._job = SaveJob(
             prepare(trainer, self._pinned),
             manifest,
@@ -110,12 +131,16 @@ class CheckpointManager:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the save under way is committed. Raises ComponentFailure when it failed."""
+        """Wait until the running save is committed; return at once if none is running. Collective.
+
+        Raises:
+            ComponentFailure: If the save failed on any rank.
+        """
         job, self._job = self._job, None
         if job is None:
             return
         job.join()
-        self._note(job)
+        self._record_commit(job)
         failed = first_error(job.error, self._group)
         if failed is None:
             return
@@ -125,22 +150,30 @@ class CheckpointManager:
         raise self._failure(job.manifest.step, failed)
 
     def close(self) -> None:
-        """Close it before the process group ends."""
+        """Wait for the running save. Call `close` before the process group is destroyed."""
         self.wait()
 
     def path(self, step: int) -> Path:
-        """The folder of the checkpoint of `step`."""
+        """Return the directory of the checkpoint of policy number `step`."""
         return step_directory(self._root, step)
 
     def take_finalized(self) -> list[Finalized]:
-        """Rank 0: commits since the last call, oldest first. Not collective, never waits."""
+        """Return the checkpoints committed since the last call, oldest first; empty except on rank
+        0.
+
+        Not collective, and never waits.
+        """
         if self._job is not None and self._job.done:
-            self._note(self._job)
+            self._record_commit(self._job)
         taken, self._finalized = self._finalized, []
         return taken
 
-    def _note(self, job: SaveJob) -> None:
-        """Remember and prune after a commit, once (only rank 0 sees a checkpoint)."""
+    def _record_commit(self, job: SaveJob) -> None:
+        """Append the checkpoint of `job` to the commits for `take_finalized`, and remove old
+        checkpoints.
+
+        Does nothing if the job has not committed, or was recorded already. Only rank 0 commits.
+        """
         checkpoint, job.checkpoint = job.checkpoint, None
         if checkpoint is None:
             return
@@ -149,23 +182,34 @@ class CheckpointManager:
         self._finalized.append(Finalized(checkpoint.step, kept))
 
     def _failure(self, step: int, error: str) -> ComponentFailure:
+        """Return the error of a failed save of `step`; it names the newest checkpoint that
+        exists."""
         newest = next(iter(list_checkpoints(self._root)), None)
-        last = "there is none before it" if newest is None else f"the last good is {newest.path}"
+        last = (
+            "no earlier checkpoint exists"
+            if newest is None
+            else f"the newest finalized checkpoint is {newest.path}"
+        )
         return ComponentFailure(
             f"checkpoint of step {step} in {self._root} could not be written ({error}); {last}"
         )
 
-    def _make_room(self, temporary: Path, step: int) -> None:
-        """An empty directory to write to; before the first save, what dead processes left goes.
+    def _make_temporary(self, temporary: Path, step: int) -> None:
+        """Create the empty directory `temporary`, into which all ranks write the checkpoint of
+        `step`.
 
-        Rank 0 makes it; an OSError there fails the save on every rank.
+        Before the first save, also remove the temporary directories of saves that were interrupted.
+        Rank 0 does both.
+
+        Raises:
+            ComponentFailure: On every rank, if rank 0 cannot do it.
         """
         problem = None
         if dist.get_rank() == 0:
             try:
                 if self._first_save:
                     for path in self._root.glob(f"{_TEMPORARY_PREFIX}*"):
-                        logger.warning("removing %s, a checkpoint that was never finished", path)
+                        logger.warning("removing %s, left by an interrupted save", path)
                         shutil.rmtree(path)
                 temporary.mkdir(parents=True)
             except OSError as error:
@@ -177,10 +221,13 @@ class CheckpointManager:
     # ------------------------------------------------------------ loading
 
     def newest(self) -> Checkpoint | None:
-        """The newest intact checkpoint, every file verified; None when there is none at all.
+        """Return the newest checkpoint whose files are all intact; None if there is no checkpoint.
 
-        Collective where torch.distributed is initialized. Raises UserError when there are
-        checkpoints and every one of them is corrupt, or the newest's manifest is.
+        Collective if torch.distributed is initialized.
+
+        Raises:
+            UserError: If checkpoints exist and all are corrupt, or the newest one's manifest is
+                damaged.
         """
         check_manifests(self._root)
         candidates = list_checkpoints(self._root)
@@ -190,23 +237,35 @@ class CheckpointManager:
         return found
 
     def newer_than(self, checkpoint: Checkpoint | None) -> list[Checkpoint]:
-        """Return the checkpoints that `newest` passed over for this one."""
+        """Return the checkpoints that are newer than `checkpoint`, which `newest` skipped as
+        corrupt.
+
+        The result is empty if `checkpoint` is None.
+        """
         version = None if checkpoint is None else checkpoint.manifest.version
         found = list_checkpoints(self._root)
-        return [one for one in found if version is not None and one.manifest.version > version]
+        return [
+            checkpoint
+            for checkpoint in found
+            if version is not None and checkpoint.manifest.version > version
+        ]
 
     def load(self, trainer: Checkpointable, checkpoint: Checkpoint) -> None:
-        """Weights, optimizer, progress; random states where the layout is the one that saved.
+        """Load a checkpoint's weights, optimizer state and progress into the trainer.
 
-        Raises UserError when the checkpoint is of another model, holds weights alone, or when what
-        was loaded is not what was saved.
+        The random states are loaded only if the layout is the one at which the checkpoint was
+        saved. Collective.
+
+        Raises:
+            UserError: If the checkpoint is of another model, contains only weights, or the loaded
+                values are not those that were saved.
         """
         from megatron_async.checkpoint.state import current_layout, load_state
 
         saved, current = checkpoint.manifest.layout, current_layout()
         if saved != current:
             logger.warning(
-                "checkpoint %s was saved at %s and is loaded at %s: random states start anew",
+                "checkpoint %s was saved at %s and is loaded at %s; random states are not restored",
                 checkpoint.path,
                 saved,
                 current,
@@ -215,7 +274,7 @@ class CheckpointManager:
             load_state(trainer, checkpoint, with_random=saved == current, group=self._group)
         except CorruptCheckpoint as error:
             raise UserError(
-                f"checkpoint {checkpoint.path} cannot be loaded: {error}; --from-step goes back to "
-                "an older one"
+                f"checkpoint {checkpoint.path} cannot be loaded: {error}. Use --from-step to go "
+                "back to an older checkpoint"
             ) from error
         trainer.restore_progress(checkpoint.manifest.trainer)

@@ -1,23 +1,23 @@
-"""The manifest: what makes a directory of files a checkpoint, and the commit record of a run.
+"""Reads and writes manifests, which make directories of files checkpoints and are a run's commits.
 
 Invariants
-- A directory `step_NNNNNN` is a checkpoint exactly when it holds `manifest.json` or its copy. It
-  gets its name by one atomic rename after every file is complete and on disk: the commit
-  (docs/semantics.md section 2).
+- A directory `step_NNNNNN` is a checkpoint exactly when it contains `manifest.json` or its copy.
+  The directory gets its name by one atomic rename after every file is complete and on disk: the
+  commit (docs/semantics.md section 2).
 - The manifest lists every file with its size and SHA-256, so that a torn, truncated or corrupted
   checkpoint is distinguished from a good one before anything is loaded.
-- It lists every tensor with a checksum of what the trainer held (`checkpoint.checksum`), which does
-  not depend on files or layout: what is loaded is compared with it, so that a save or a load that
-  puts values into wrong places is found too.
-- It has a checksum of its own content, since counters and the store's position are loaded too, and
-  stands there twice: one that is damaged or lost is read from its copy.
-- No damaged manifest is passed over in silence: what could be the newest commit is refused by name,
-  since to go on before it would be to train the same trajectories again.
-- A checkpoint of another format is refused by name, never passed over as a corrupt one.
-- Checkpoints are ordered by (lineage, step): after a rollback the surviving lineage is newer,
-  however far the abandoned one had come.
-- Removal takes both manifests away first: what is half removed is no checkpoint.
-- Only regular files inside the directory are opened, whatever name the manifest gives them.
+- The manifest lists every tensor with a checksum of the trainer's values (`checkpoint.checksum`),
+  which does not depend on files or layout. Loaded values are compared with it, so that a save or a
+  load that puts values at wrong indices is detected too.
+- The manifest has a checksum of its own content, since counters and the store's position are loaded
+  too. It is stored twice: a damaged or lost manifest is read from its copy.
+- No damaged manifest is ignored silently. One that could be the newest commit is refused by name,
+  since a run that continued from an earlier commit would train on the same trajectories again.
+- A checkpoint of another format is refused by name, never ignored as a corrupt one.
+- Checkpoints are ordered by (lineage, step): after a rollback the new lineage is newer, however far
+  the abandoned lineage had come.
+- Removal deletes both manifests first, so that a partly removed directory is not a checkpoint.
+- Only regular files inside the directory are opened, whatever names the manifest contains.
 """
 
 import hashlib
@@ -40,25 +40,29 @@ logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.json"
 COPY_NAME = "manifest.copy.json"
-_BOTH = (COPY_NAME, MANIFEST_NAME)
+_MANIFESTS = (COPY_NAME, MANIFEST_NAME)
 FORMAT = 3
 _QUICKLY_READ_BYTES = 2 << 30
 
-# First parts of tensors' names: values, Adam's moments, Muon's momentum.
+# Prefixes of the names of tensors: values, Adam's moments, Muon's momentum.
 WEIGHTS, ADAM, MOMENTUM = "weights", ("exp_avg", "exp_avg_sq"), "momentum_buffer"
 
 
 class CorruptCheckpoint(Exception):
-    """A checkpoint directory that differs from its manifest; names the first fault."""
+    """Raised when a checkpoint does not match its manifest or cannot be read; names the first
+    fault."""
 
 
 class OtherFormat(UserError):
-    """A checkpoint that another version of this program has written."""
+    """Raised for a checkpoint that another version of this program has written."""
 
 
 @dataclass(frozen=True)
 class SavedLayout:
-    """Ranks that wrote a checkpoint. Weights and optimizer state load at any other layout."""
+    """Sizes of the parallel dimensions of the trainer that wrote a checkpoint.
+
+    Weights and optimizer state load at any other layout too.
+    """
 
     tensor: int
     pipeline: int
@@ -69,7 +73,7 @@ class SavedLayout:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size in bytes and SHA-256 (hex) of one file."""
+    """Size in bytes and SHA-256 (hexadecimal) of one file of a checkpoint."""
 
     size: int
     sha256: str
@@ -77,7 +81,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Precision, whole shape and checksum (16 hexadecimal digits) of one tensor."""
+    """Precision, whole shape and checksum (16 hexadecimal digits) of one tensor of a checkpoint."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -86,10 +90,16 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`step` is the policy version of the weights: batches 0 to step - 1 are committed by it.
+    """Content of a checkpoint's manifest: what the checkpoint contains, and the trainer's progress.
 
-    `trainer` is the trainer's own state, `extra` the caller's (store position, seeds); both are
-    JSON objects. `files` maps names relative to the directory, `tensors` the names of tensors.
+    Attributes:
+        lineage: Lineage of the run that saved it (a number that grows by one at every resume).
+        step: Policy number of the weights: the checkpoint commits batches 0 to step - 1.
+        layout: The ranks that wrote it.
+        files: Records of the files, by their names relative to the checkpoint's directory.
+        trainer: The trainer's own state, a JSON object.
+        extra: The caller's state (store position, seeds), a JSON object.
+        tensors: Records of the tensors, by their names.
     """
 
     lineage: int
@@ -102,102 +112,128 @@ class Manifest:
 
     @property
     def version(self) -> PolicyVersion:
-        """(lineage, step)."""
+        """Policy version of the checkpoint's weights: lineage and step."""
         return PolicyVersion(self.lineage, self.step)
 
     @property
     def optimizer(self) -> str | None:
-        """Name of the optimizer whose state it holds, adam or muon; None without tensors."""
+        """Name of the optimizer whose state the checkpoint contains, adam or muon; None without
+        tensors."""
         if not self.tensors:
             return None
         return "muon" if any(name.startswith(f"{MOMENTUM}/") for name in self.tensors) else "adam"
 
     def to_json(self) -> str:
-        """Inverse of `from_json`. Raises TypeError when `extra` is not JSON-serializable."""
+        """Return the manifest as JSON text with its format number and a checksum of its content.
+
+        Raises:
+            TypeError: If `extra` or `trainer` is not JSON-serializable.
+        """
         content = json.loads(json.dumps({"format": FORMAT, **asdict(self)}))
         return json.dumps({**content, "checksum": _checksum(content)}, indent=1, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
-        """Read what `to_json` writes; raises CorruptCheckpoint for anything else, OtherFormat."""
+        """Parse the JSON text that `to_json` writes.
+
+        Raises:
+            OtherFormat: If the format number is another.
+            CorruptCheckpoint: If the text is not a manifest or does not match its checksum.
+        """
         try:
             content = json.loads(text)
             if (found := content["format"]) != FORMAT:
                 raise OtherFormat(
                     f"it has format {found}, and this version of megatron_async reads format "
-                    f"{FORMAT}; with the version that wrote it, go on with the run or convert the "
+                    f"{FORMAT}; with the version that wrote it, continue the run, or convert its "
                     "weights (megatron-async convert megatron-to-hf) and start a run from them"
                 )
             if content.pop("checksum") != _checksum(content):
-                raise ValueError("its content does not have the checksum that it holds")
+                raise ValueError("its content does not match the checksum stored in it")
             return msgspec.convert(content, cls)
         except (ValueError, KeyError, TypeError, AttributeError, msgspec.MsgspecError) as error:
             raise CorruptCheckpoint(f"{MANIFEST_NAME} cannot be read: {error}") from error
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
-    """SHA-256 of a manifest's own content, as JSON has it."""
+    """Return the SHA-256 of a manifest's content as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A finalized checkpoint on disk."""
+    """A finalized checkpoint on disk: its directory and its manifest."""
 
     path: Path
     manifest: Manifest
 
     @property
     def step(self) -> int:
-        """The policy version of its weights."""
+        """Policy number of the checkpoint's weights."""
         return self.manifest.step
 
 
 def step_directory(root: Path | str, step: int) -> Path:
-    """Directory of the checkpoint of `step` below `root`, the run's `checkpoints/`."""
+    """Return the directory of the checkpoint of `step` below `root`, the run's `checkpoints/`."""
     return Path(root) / f"step_{step:06d}"
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether the directory was finalized: a manifest is there, damaged or not."""
-    return any((path / name).exists() for name in _BOTH)
+    """Return whether the directory at `path` was finalized: it has a manifest, damaged or not."""
+    return any((path / name).exists() for name in _MANIFESTS)
 
 
 def file_in(folder: Path, name: str) -> Path:
-    """The file that the checkpoint in `folder` calls `name`. Raises CorruptCheckpoint or OSError.
+    """Return the path of file `name` of the checkpoint in `folder`, after checking that it is safe
+    to open.
 
-    Whoever wrote the checkpoint chose the name, and to open a pipe would wait for a writer.
+    The author of the checkpoint chose the name; opening a pipe, for example, would wait for a
+    writer.
+
+    Raises:
+        CorruptCheckpoint: If the name leaves the folder, or is not that of a regular file.
+        OSError: If the file does not exist or is inaccessible.
     """
-    place = PurePosixPath(name)
-    if place.is_absolute() or ".." in place.parts or "\0" in name:
+    relative = PurePosixPath(name)
+    if relative.is_absolute() or ".." in relative.parts or "\0" in name:
         raise CorruptCheckpoint(f"{name!r} is not a name inside the checkpoint")
-    path = folder / place
+    path = folder / relative
     if not stat.S_ISREG(path.stat().st_mode):
-        raise CorruptCheckpoint(f"{name} is no regular file")
+        raise CorruptCheckpoint(f"{name} is not a regular file")
     return path
 
 
 def hash_file(path: Path) -> FileRecord:
-    """Read a file once. Raises OSError."""
+    """Read the file at `path`; return its size and SHA-256.
+
+    Raises:
+        OSError: If the file cannot be read.
+    """
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return FileRecord(stream.tell(), digest)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Content is complete and on disk before the name exists. Raises OSError."""
+    """Write a file whose name appears only when its content is complete and on disk.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
     with replacing(path) as temporary:
         temporary.write_bytes(content)
 
 
 def finalize(temporary: Path, target: Path, manifest: Manifest) -> Checkpoint:
-    """Turn a complete directory of files into the checkpoint `target`: the commit.
+    """Commit a complete directory of files: write its manifests and rename it to `target`.
 
-    A `target` that exists is an abandoned lineage's or a corrupt one; it is taken away first.
-    Raises OSError, in which case `target` does not exist or is complete.
+    An existing `target` belongs to an abandoned lineage or is corrupt, and is removed first.
+
+    Raises:
+        OSError: If a step fails; `target` then does not exist or is complete.
     """
     remove(target)
-    for name in _BOTH:
+    for name in _MANIFESTS:
         write_atomically(temporary / name, manifest.to_json().encode())
     temporary.rename(target)
     force_to_disk(target.parent)
@@ -205,18 +241,21 @@ def finalize(temporary: Path, target: Path, manifest: Manifest) -> Checkpoint:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint directory, manifests first. A missing one is no error."""
+    """Remove a checkpoint directory, its manifests first; do nothing if it does not exist."""
     if not path.exists():
         return
-    for name in _BOTH:
+    for name in _MANIFESTS:
         (path / name).unlink(missing_ok=True)
     shutil.rmtree(path)
 
 
 def faults(path: Path, files: Mapping[str, FileRecord], *, read: bool = True) -> list[str]:
-    """Return a sentence for each fault of these files of the checkpoint at `path`.
+    """Check `files` of the checkpoint at `path`; return a sentence for each fault that is found.
 
-    Unless they are `read`, those of their sizes only.
+    Args:
+        path: The checkpoint directory.
+        files: Names and records of the files to check.
+        read: Whether the files are read and hashed; otherwise only their sizes are compared.
     """
     found = []
     for name, record in sorted(files.items()):
@@ -224,9 +263,9 @@ def faults(path: Path, files: Mapping[str, FileRecord], *, read: bool = True) ->
             file = file_in(path, name)
             size = file.stat().st_size
             if size != record.size:
-                found.append(f"{name} has {size} bytes, by its manifest {record.size}")
+                found.append(f"{name} has {size} bytes; the manifest says {record.size}")
             elif read and hash_file(file).sha256 != record.sha256:
-                found.append(f"{name} does not have the checksum of its manifest")
+                found.append(f"{name} does not match its checksum in the manifest")
         except CorruptCheckpoint as error:
             found.append(str(error))
         except OSError as error:
@@ -235,17 +274,31 @@ def faults(path: Path, files: Mapping[str, FileRecord], *, read: bool = True) ->
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read and check a manifest, but not the files. Raises CorruptCheckpoint, OtherFormat."""
+    """Read and check the manifest of the checkpoint at `path`, but not its files.
+
+    If the manifest is damaged, its copy is read.
+
+    Raises:
+        CorruptCheckpoint: If the manifest and its copy are damaged.
+        OtherFormat: If another version of this program wrote the checkpoint.
+    """
     try:
         return _read(path, MANIFEST_NAME)
-    except (CorruptCheckpoint, OtherFormat) as error:  # the damage may be in the format's number
+    # OtherFormat too, since the damage may be in the format's number.
+    except (CorruptCheckpoint, OtherFormat) as error:
         if not (path / COPY_NAME).exists():
             raise
-        logger.warning("checkpoint %s: %s; its copy is used", path, error)
+        logger.warning("checkpoint %s: %s; reading the manifest's copy", path, error)
         return _read(path, COPY_NAME)
 
 
 def _read(path: Path, name: str) -> Checkpoint:
+    """Read the manifest from file `name` of the checkpoint directory at `path`.
+
+    Raises:
+        CorruptCheckpoint: If the file is damaged or missing.
+        OtherFormat: If another version of this program wrote the checkpoint.
+    """
     try:
         return Checkpoint(path, Manifest.from_json(file_in(path, name).read_text()))
     except OtherFormat as error:
@@ -255,9 +308,13 @@ def _read(path: Path, name: str) -> Checkpoint:
 
 
 def list_checkpoints(root: Path | str) -> list[Checkpoint]:
-    """Finalized checkpoints, newest first by (lineage, step). Unreadable ones are reported.
+    """Return the finalized checkpoints below `root`, newest first by (lineage, step).
 
-    Raises OtherFormat: to pass over what another version wrote would be to start afresh.
+    Checkpoints with unreadable manifests are logged and left out.
+
+    Raises:
+        OtherFormat: If another version of this program wrote one of the checkpoints. To ignore it
+            would restart the training.
     """
     found, damaged = _scan(root)
     for path, reason in damaged.items():
@@ -266,7 +323,8 @@ def list_checkpoints(root: Path | str) -> list[Checkpoint]:
 
 
 def damaged_after(root: Path | str, step: int) -> dict[Path, str]:
-    """Checkpoints of later steps whose manifest cannot be read, newest first, with the reason."""
+    """Return the checkpoints after `step` with unreadable manifests, newest first, and the
+    reasons."""
     return {
         path: reason
         for path, reason in reversed(_scan(root)[1].items())
@@ -275,26 +333,33 @@ def damaged_after(root: Path | str, step: int) -> dict[Path, str]:
 
 
 def check_manifests(root: Path | str) -> None:
-    """Refuse to go on where the newest commit may be a manifest that is damaged. Raises UserError.
+    """Raise UserError if the newest commit below `root` may be a checkpoint with a damaged
+    manifest.
 
-    What was never finalized (its writer was killed) has no manifest and is no commit.
+    A directory whose writer was killed before the commit has no manifest and is ignored.
     """
     kept = [checkpoint.step for checkpoint in _scan(root)[0]]
     for path, reason in damaged_after(root, max(kept, default=-1)).items():
         remedy = (
-            f"go on from an older checkpoint by --from-step (kept: {', '.join(map(str, kept))}), "
-            "which sets this one aside"
+            ", or go back to an older checkpoint with --from-step (available: "
+            f"{', '.join(map(str, kept))}), which sets the damaged checkpoint aside"
             if kept
-            else "no other is kept"
+            else " (no other checkpoint exists)"
         )
         raise UserError(
-            f"checkpoint {path} is damaged: {reason}; restore the file, or {remedy}, or start a "
-            "new run under another name"
+            f"checkpoint {path} is damaged: {reason}. Restore the file{remedy}, or start a new run "
+            "under another name"
         )
 
 
 def _scan(root: Path | str) -> tuple[list[Checkpoint], dict[Path, str]]:
-    """Checkpoints, newest first, and those whose manifest cannot be read, oldest first."""
+    """Read all manifests below `root`; return the checkpoints, and the directories with damaged
+    manifests.
+
+    Returns:
+        The checkpoints, newest first; and for each directory whose manifest cannot be read the
+        reason, lowest step first.
+    """
     found, damaged = [], {}
     for path in sorted(Path(root).glob("step_*")) if Path(root).is_dir() else []:
         if not is_checkpoint(path):
@@ -309,18 +374,21 @@ def _scan(root: Path | str) -> tuple[list[Checkpoint], dict[Path, str]]:
 
 
 def all_faults(checkpoint: Checkpoint) -> list[str]:
-    """Return a sentence for each fault of a checkpoint's files."""
+    """Read all files of a checkpoint; return a sentence for each fault."""
     return faults(checkpoint.path, checkpoint.manifest.files)
 
 
 def quickly_read(checkpoint: Checkpoint) -> bool:
-    """Return whether its files are read in a few seconds."""
-    whole = sum(record.size for record in checkpoint.manifest.files.values())
-    return whole <= _QUICKLY_READ_BYTES
+    """Return whether a checkpoint's files are small enough to be read in a few seconds."""
+    size = sum(record.size for record in checkpoint.manifest.files.values())
+    return size <= _QUICKLY_READ_BYTES
 
 
 def quick_faults(checkpoint: Checkpoint) -> list[str]:
-    """All faults of files that are `quickly_read`; of larger ones those of their sizes."""
+    """Return a sentence for each fault of a checkpoint's files that is found within a few seconds.
+
+    Files of a large checkpoint are not read; only their sizes are compared.
+    """
     return faults(checkpoint.path, checkpoint.manifest.files, read=quickly_read(checkpoint))
 
 
@@ -330,39 +398,50 @@ FindFaults: TypeAlias = Callable[[Checkpoint], list[str]]
 def first_intact(
     checkpoints: Iterable[Checkpoint], find_faults: FindFaults = all_faults
 ) -> Checkpoint | None:
-    """Return the first checkpoint whose files match its manifest; others are reported."""
+    """Return the first checkpoint in which `find_faults` finds no faults, or None; log the
+    others."""
     for checkpoint in checkpoints:
         problems = find_faults(checkpoint)
         if not problems:
             return checkpoint
         logger.warning(
-            "checkpoint %s is corrupt (%s); the previous one is used", checkpoint.path, problems[0]
+            "checkpoint %s is corrupt (%s); trying the previous one", checkpoint.path, problems[0]
         )
     return None
 
 
 def find_latest(root: Path | str) -> Checkpoint | None:
-    """The newest intact checkpoint in `root`, every file verified; None when there is none."""
+    """Return the newest checkpoint below `root` whose files are all intact; None if there is
+    none."""
     return first_intact(list_checkpoints(root))
 
 
 def open_checkpoint(
     path: Path | str, named_by: str = "checkpoint", find_faults: FindFaults = all_faults
 ) -> Checkpoint:
-    """A checkpoint that a person named. Raises UserError when it is missing or corrupt."""
+    """Read and check the checkpoint at a `path` that a user named.
+
+    Args:
+        path: The checkpoint directory.
+        named_by: The setting or option that named it, for the error message.
+        find_faults: How the files are checked; by default all are read.
+
+    Raises:
+        UserError: If the checkpoint is missing, incomplete or corrupt.
+    """
     path = Path(path)
     if not path.is_dir():
         raise UserError(f"{named_by} {path} does not exist")
     try:
         checkpoint = read_checkpoint(path)
     except CorruptCheckpoint as error:
-        raise UserError(f"{named_by} {path} is not complete: {error}") from error
+        raise UserError(f"{named_by} {path} has no readable manifest: {error}") from error
     if problems := find_faults(checkpoint):
         raise UserError(f"{named_by} {path} is corrupt: {problems[0]}")
     return checkpoint
 
 
 def prune(root: Path | str, keep: int) -> None:
-    """Remove all but the `keep` newest finalized checkpoints."""
+    """Remove all but the `keep` newest finalized checkpoints below `root`."""
     for checkpoint in list_checkpoints(root)[keep:]:
         remove(checkpoint.path)

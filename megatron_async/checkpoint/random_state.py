@@ -1,6 +1,7 @@
-"""The random states of one rank as named tensors: Python's, NumPy's, torch's and Megatron's.
+"""Reads and writes the states of a rank's random generators: Python's, NumPy's, torch's,
+Megatron's.
 
-Each rank has a file of its own; they are of use only to as many ranks in the same places.
+Each rank has a separate file, which is useful only at the same layout.
 """
 
 import math
@@ -24,7 +25,7 @@ _TRACKER = "tracker/"
 
 
 def random_state() -> dict[str, Tensor]:
-    """A copy; inverse of `restore_random_state`."""
+    """Return a copy of the states of this process's random generators as named tensors."""
     _, internal, gauss = random.getstate()
     _, keys, position, has_gauss, cached = cast(_NumpyState, np.random.get_state(legacy=True))
     state = {
@@ -42,7 +43,12 @@ def random_state() -> dict[str, Tensor]:
 
 
 def restore_random_state(state: Mapping[str, Tensor]) -> None:
-    """Restore on a machine of the same kind. Raises KeyError or ValueError for anything else."""
+    """Set this process's random generators to the states that `random_state` returned.
+
+    Raises:
+        KeyError: If a state is missing.
+        ValueError: If a state is not valid on a machine of this kind.
+    """
     gauss = float(state["python_gauss"])
     internal = tuple(state["python"].tolist())
     random.setstate((random.getstate()[0], internal, None if math.isnan(gauss) else gauss))
@@ -62,12 +68,20 @@ def restore_random_state(state: Mapping[str, Tensor]) -> None:
 
 
 def save_random_state(state: Mapping[str, Tensor], folder: Path, rank: int) -> None:
-    """Write the random states of this rank. Raises OSError."""
+    """Write the random states of `rank` to its file in `folder`.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
     write_atomically(folder / _file(rank), safetensors.torch.save(dict(state)))
 
 
 def load_random_state(folder: Path, rank: int) -> None:
-    """Read the random states of a rank. Raises CorruptCheckpoint."""
+    """Set this process's random generators to the states in the file of `rank` in `folder`.
+
+    Raises:
+        CorruptCheckpoint: If the file cannot be read or its states cannot be restored.
+    """
     name = _file(rank)
     try:
         restore_random_state(safetensors.torch.load_file(file_in(folder, name)))
@@ -76,4 +90,5 @@ def load_random_state(folder: Path, rank: int) -> None:
 
 
 def _file(rank: int) -> str:
+    """Return the name of the file with the random states of `rank`."""
     return f"random_{rank:05d}.safetensors"

@@ -1,18 +1,19 @@
-"""State of a trainer as named tensors: taken for a save, put back at any layout.
+"""Describes a trainer's state as named tensors: which slices a rank saves, and how a load fills
+them.
 
 For each parameter there are these tensors, each in the optimizer's precision: `weights/NAME` (the
-float32 copy where the model itself has half precision: the model's values are its roundings), of
-Adam `exp_avg/NAME` and `exp_avg_sq/NAME`, of Muon `momentum_buffer/NAME`.
+float32 copy if the model itself has half precision, since the model's values are its roundings);
+for Adam `exp_avg/NAME` and `exp_avg_sq/NAME`; for Muon `momentum_buffer/NAME`.
 
 Invariants
-- A rank describes views of what it holds; nothing is gathered, at a save or at a load. Over all
-  ranks each element is saved exactly once: with the distributed optimizer by the rank that owns it,
-  without it data-parallel ranks share the work evenly.
-- Nothing depends on how Megatron pads or orders its buffers: a run of elements has its place from
-  the parameter's name and shape alone.
-- Hyperparameters are the configuration's, not the checkpoint's.
-- Where the weights alone are loaded, every file is verified before the first value is read (ranks
-  share the reading), so that nothing is half loaded.
+- A rank describes views of its own memory; nothing is gathered, neither at a save nor at a load.
+  Over all ranks each element is saved exactly once: with the distributed optimizer by the rank that
+  owns it; without it, data-parallel ranks divide the elements evenly.
+- Nothing depends on how Megatron pads or orders its buffers: the index of an element in the whole
+  tensor follows only from the parameter's name and shape.
+- Hyperparameters come from the configuration, not from the checkpoint.
+- Where only the weights are loaded, every file is verified before the first value is read (ranks
+  share the reading), so that no model is partly loaded.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,7 +60,10 @@ from megatron_async.trajectory.types import PolicyVersion
 
 
 class Checkpointable(Protocol):
-    """The interface of a trainer that can be saved. `progress` is a small JSON object."""
+    """Interface of a trainer that can be saved to a checkpoint and loaded from it.
+
+    `progress` returns a small JSON object, with which `restore_progress` is called after a load.
+    """
 
     wrapped: DistributedDataParallel
     optimizer: ChainedOptimizer
@@ -74,7 +78,14 @@ class Checkpointable(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class TensorPiece:
-    """A part of a tensor, its place in it, and the whole tensor's shape. `values` is a view."""
+    """A slice of a tensor of the checkpoint.
+
+    Attributes:
+        name: Name of the tensor.
+        offsets: Index of the slice's first element in the whole tensor.
+        shape: Shape of the whole tensor.
+        values: The slice, a view of the rank's memory.
+    """
 
     name: str
     offsets: tuple[int, ...]
@@ -82,15 +93,23 @@ class TensorPiece:
     values: Tensor
 
     def checksum(self) -> Tensor:
+        """Return the checksum of the slice."""
         return checksum(self.values, self.offsets, self.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class ParameterShard:
-    """A run of a parameter's elements that this rank holds, of one of the tensors it has.
+    """A contiguous span of elements on this rank, of one tensor (such as weights) of a parameter.
 
-    Elements that no box covers are padding, and zero. `counts`: this rank's copy is the one that is
-    saved; what equals it on other ranks is left out.
+    Elements that no box covers are padding, and are zero.
+
+    Attributes:
+        name: Name of the tensor in the checkpoint.
+        shape: Shape of the whole tensor.
+        flat_N: The elements.
+        begin: Number of the first element in the rank's flattened shard.
+        boxes: The rectangles of the whole tensor that the elements cover.
+        is_saved: Whether this rank's copy is saved; equal copies on other ranks are not.
     """
 
     name: str
@@ -98,16 +117,17 @@ class ParameterShard:
     flat_N: Tensor
     begin: int
     boxes: Sequence[Box]
-    counts: bool
+    is_saved: bool
 
     def pieces(self) -> Iterator[TensorPiece]:
+        """Generate the shard's slices, one for each box."""
         for box in self.boxes:
-            run_N = self.flat_N[box.begin - self.begin : box.end - self.begin]
-            yield TensorPiece(self.name, box.offsets, self.shape, run_N.view(box.shape))
+            span_N = self.flat_N[box.begin - self.begin : box.end - self.begin]
+            yield TensorPiece(self.name, box.offsets, self.shape, span_N.view(box.shape))
 
 
 def current_layout() -> SavedLayout:
-    """The layout of Megatron's parallel state."""
+    """Return the layout of Megatron's parallel state in this process."""
     return SavedLayout(
         tensor=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
@@ -117,109 +137,130 @@ def current_layout() -> SavedLayout:
     )
 
 
-# ---------------------------------------------------------------- what there is
+# ---------------------------------------------------------------- describing the state
 
 
 @dataclass(frozen=True, eq=False)
-class _Run:
-    """The elements [begin, end) of a parameter whose optimizer state this rank holds."""
+class _Span:
+    """The elements [begin, end) of a parameter whose optimizer state this rank has.
+
+    Attributes:
+        parameter: This rank's shard of the parameter in the model.
+        master: The optimizer's copy of the elements.
+        moments: The optimizer's moments of the elements, by name.
+        replicated: Whether the other data-parallel ranks have the same state.
+    """
 
     parameter: Tensor
     begin: int
     end: int
     master: Tensor
     moments: Mapping[str, Tensor]
-    replicas: bool  # whether the other data-parallel ranks hold the same
+    replicated: bool
 
     @property
     def model_N(self) -> Tensor:
-        """The same elements in the model."""
+        """The span's elements in the model."""
         return self.parameter.detach().view(-1)[self.begin : self.end]
 
     @property
     def aliases(self) -> bool:
-        """Return whether the optimizer works on the model's own values."""
+        """Whether the optimizer works on the model's own values instead of a copy."""
         return self.master.data_ptr() == self.model_N.data_ptr()
 
 
-def _runs(trainer: Checkpointable) -> Iterator[_Run]:
-    """Walk the state of Megatron's optimizers on this rank; each part has one of two forms."""
+def _spans(trainer: Checkpointable) -> Iterator[_Span]:
+    """Generate the spans of parameters whose optimizer state Megatron has on this rank.
+
+    Each chained optimizer is either a distributed one, which has parts of parameters, or an
+    ordinary one, which has whole parameters.
+    """
     model_of = {id(getattr(p, "main_param", p)): p for p in trainer.wrapped.parameters()}
-    for part in trainer.optimizer.chained_optimizers:
-        if part.is_stub_optimizer:
+    for chained in trainer.optimizer.chained_optimizers:
+        if chained.is_stub_optimizer:
             continue
-        state = part.optimizer.state
-        if isinstance(part, DistributedOptimizer):
-            for parameter in part.model_param_gbuf_map:
-                span = part._get_model_param_range_map(parameter)["param"]
-                group, order = part.model_param_group_index_map[parameter]
-                master = part.optimizer.param_groups[group]["params"][order]
-                yield _Run(parameter, span.start, span.end, master, state[master], False)
+        state = chained.optimizer.state
+        if isinstance(chained, DistributedOptimizer):
+            for parameter in chained.model_param_gbuf_map:
+                owned = chained._get_model_param_range_map(parameter)["param"]
+                group, index = chained.model_param_group_index_map[parameter]
+                master = chained.optimizer.param_groups[group]["params"][index]
+                yield _Span(parameter, owned.start, owned.end, master, state[master], False)
             continue
-        for group in part.optimizer.param_groups:
+        for group in chained.optimizer.param_groups:
             for master in group["params"]:
                 parameter = model_of[id(master)]
-                yield _Run(parameter, 0, parameter.numel(), master, state[master], True)
+                yield _Span(parameter, 0, parameter.numel(), master, state[master], True)
 
 
 def _placed(trainer: Checkpointable) -> dict[int, PlacedParameter]:
+    """Return this rank's parameters with their sharding, by the id of the parameter object."""
     model = unwrap(trainer.wrapped)
     return {id(p.parameter): p for p in placed_parameters([model], model.architecture)}
 
 
-def held_shards(trainer: Checkpointable) -> Iterator[ParameterShard]:
-    """All of this rank's optimizer state and the weights that belong to it."""
+def local_shards(trainer: Checkpointable) -> Iterator[ParameterShard]:
+    """Generate the shards of this rank's optimizer state and of the weights that belong to it."""
     yield from _shards(trainer, whole=True)
 
 
 def saved_shards(trainer: Checkpointable) -> Iterator[ParameterShard]:
-    """This rank's part of a save: over all ranks, each element once."""
-    yield from (shard for shard in _shards(trainer, whole=False) if shard.counts)
+    """Generate the shards that this rank saves; over all ranks, each element occurs once."""
+    yield from (shard for shard in _shards(trainer, whole=False) if shard.is_saved)
 
 
 def tensor_names(trainer: Checkpointable) -> frozenset[str]:
     """Return the names of the tensors that all ranks together save."""
-    muon = any(MOMENTUM in run.moments for run in _runs(trainer))
+    muon = any(MOMENTUM in span.moments for span in _spans(trainer))
     architecture = unwrap(trainer.wrapped).architecture
     return frozenset(tensor_shapes(architecture, "muon" if muon else "adam"))
 
 
 def _shards(trainer: Checkpointable, *, whole: bool) -> Iterator[ParameterShard]:
-    placed, architecture = _placed(trainer), unwrap(trainer.wrapped).architecture
-    for run in _runs(trainer):
-        place = placed[id(run.parameter)]
-        begin, end = run.begin, run.end
-        if run.replicas and not whole:
-            begin, end = _share(end, *replicas(place))
-        parameter_id = parameter_id_of(place, architecture)
-        where = boxes(parameter_id, place.size, place.rank, begin, end)
+    """Generate this rank's shards of weights and optimizer state.
+
+    Args:
+        whole: Whether to generate all elements of this rank; otherwise, where data-parallel ranks
+            have the same state, only this rank's share of the elements.
+    """
+    by_id, architecture = _placed(trainer), unwrap(trainer.wrapped).architecture
+    for span in _spans(trainer):
+        placed = by_id[id(span.parameter)]
+        begin, end = span.begin, span.end
+        if span.replicated and not whole:
+            begin, end = _share(end, *replicas(placed))
+        parameter_id = parameter_id_of(placed, architecture)
+        where = boxes(parameter_id, placed.size, placed.rank, begin, end)
         for state, flat in (
-            (WEIGHTS, run.master),
-            *((m, run.moments[m]) for m in (*ADAM, MOMENTUM) if m in run.moments),
+            (WEIGHTS, span.master),
+            *((m, span.moments[m]) for m in (*ADAM, MOMENTUM) if m in span.moments),
         ):
-            flat_N = flat.detach().view(-1)[begin - run.begin : end - run.begin]
+            flat_N = flat.detach().view(-1)[begin - span.begin : end - span.begin]
             yield ParameterShard(
                 f"{state}/{parameter_id.name}",
                 parameter_id.shape,
                 flat_N,
                 begin,
                 where,
-                is_primary_copy(place),
+                is_primary_copy(placed),
             )
 
 
 def _share(count: int, rank: int, size: int) -> tuple[int, int]:
+    """Return the first and end number of the elements of `rank`'s share, of `count` over `size`
+    ranks."""
     return count * rank // size, count * (rank + 1) // size
 
 
-def parameter_id_of(place: PlacedParameter, architecture: Architecture) -> ParameterId:
-    """Return the slot of a parameter in the whole model; of a tied head the embedding's."""
-    return ParameterId(exported(architecture, place.rule), place.layer, place.expert)
+def parameter_id_of(placed: PlacedParameter, architecture: Architecture) -> ParameterId:
+    """Return the id of a rank's parameter in the whole model; for a tied head the embedding's."""
+    return ParameterId(exported(architecture, placed.rule), placed.layer, placed.expert)
 
 
-def replicas(place: PlacedParameter) -> tuple[int, int]:
-    """This rank's number among those that hold the same shard by data parallelism, and theirs."""
-    if place.rule.expert:
+def replicas(placed: PlacedParameter) -> tuple[int, int]:
+    """Return this rank's number among the data-parallel ranks with the same shard, and their
+    number."""
+    if placed.rule.expert:
         return (
             parallel_state.get_expert_data_parallel_rank(),
             parallel_state.get_expert_data_parallel_world_size(),
@@ -230,27 +271,35 @@ def replicas(place: PlacedParameter) -> tuple[int, int]:
     )
 
 
-def is_primary_copy(place: PlacedParameter) -> bool:
-    """Return whether it is no copy (a tied head, or what every tensor rank holds whole)."""
-    copied = place.rule.layout is ShardLayout.REPLICATED and place.rank > 0
-    return place.rule.exported and not copied
+def is_primary_copy(placed: PlacedParameter) -> bool:
+    """Return whether a rank's parameter is not a mere copy, such as a tied head or a replicated
+    tensor.
+
+    Of a parameter that every tensor rank has whole, tensor rank 0 has the primary copy.
+    """
+    copied = placed.rule.layout is ShardLayout.REPLICATED and placed.rank > 0
+    return placed.rule.exported and not copied
 
 
 def check_rounding(trainer: Checkpointable) -> None:
-    """The model's values are what a load would make of the optimizer's. Raises CorruptCheckpoint.
+    """Check that the model's values are equal to the optimizer's copies, rounded to the model's
+    precision.
 
-    In float32 they are the same memory.
+    A load would make the model's values from the optimizer's. In float32 both are the same memory.
+
+    Raises:
+        CorruptCheckpoint: If a parameter differs.
     """
-    for run in _runs(trainer):
-        rounded_N = run.model_N if run.aliases else run.master.detach().view(-1).to(run.model_N)
-        if not torch.equal(rounded_N.view(torch.uint8), run.model_N.view(torch.uint8)):
+    for span in _spans(trainer):
+        rounded_N = span.model_N if span.aliases else span.master.detach().view(-1).to(span.model_N)
+        if not torch.equal(rounded_N.view(torch.uint8), span.model_N.view(torch.uint8)):
             raise CorruptCheckpoint(
-                f"parameter {_placed(trainer)[id(run.parameter)].name} is not what the optimizer's "
-                "copy of it rounds to"
+                f"parameter {_placed(trainer)[id(span.parameter)].name} differs from the "
+                "optimizer's copy rounded to the model's precision"
             )
 
 
-# ---------------------------------------------------------------- putting it back
+# ---------------------------------------------------------------- loading
 
 
 def load_state(
@@ -260,14 +309,19 @@ def load_state(
     with_random: bool,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Collective. Weights, optimizer state and, if asked, this rank's random states.
+    """Load weights and optimizer state of a checkpoint into a trainer, and verify them. Collective.
 
-    Raises CorruptCheckpoint, on every rank alike.
+    Args:
+        with_random: Whether this rank's random states are loaded too.
+        group: All ranks; None means the default group.
+
+    Raises:
+        CorruptCheckpoint: On every rank, if the checkpoint or the loaded values are not as saved.
     """
     tensors = checkpoint.manifest.tensors
     with corrupt_on_all(group):
         with PieceReader(checkpoint.path, checkpoint.manifest.files) as reader:
-            for shard in held_shards(trainer):
+            for shard in local_shards(trainer):
                 load_shard(shard, reader, tensors)
         if with_random:
             load_random_state(checkpoint.path, dist.get_rank())
@@ -279,11 +333,19 @@ def load_state(
 
 
 def load_checkpoint_weights(model: Any, path: Path) -> None:
-    """Fill `model` (a rank's chunk, unwrapped) with the weights alone: a new run's starting point.
+    """Fill a rank's `model` with only the weights of the checkpoint at `path`, as a new run's
+    start.
 
-    Collective. The checkpoint may be of any layout and precision; the parameters keep theirs.
-    Beside the model, a rank holds one of its parameters in the checkpoint's precision. Raises
-    UserError for a damaged or unfitting one.
+    Collective. The checkpoint may have any layout and precision; the parameters keep their
+    precision. In addition to the model, a rank has one of its parameters at a time in memory, in
+    the checkpoint's precision.
+
+    Args:
+        model: The rank's part of the model, unwrapped.
+        path: The directory of the checkpoint.
+
+    Raises:
+        UserError: If the checkpoint is damaged or does not fit the model.
     """
     checkpoint = open_checkpoint(path, "model.checkpoint", shared_faults)
     tensors = {
@@ -298,12 +360,12 @@ def load_checkpoint_weights(model: Any, path: Path) -> None:
             corrupt_on_all(),
             PieceReader(checkpoint.path, checkpoint.manifest.files) as reader,
         ):
-            for place in placed_parameters([model], model.architecture):
-                shard = _weights_shard(place, model.architecture, tensors)
+            for placed in placed_parameters([model], model.architecture):
+                shard = _weights_shard(placed, model.architecture, tensors)
                 load_shard(shard, reader, tensors)
-                if shard.counts:
+                if shard.is_saved:
                     count(tallies, shard)
-                place.parameter.copy_(shard.flat_N.view(place.parameter.shape))
+                placed.parameter.copy_(shard.flat_N.view(placed.parameter.shape))
         verify(tensors, tallies)
     except CorruptCheckpoint as error:
         raise UserError(
@@ -312,22 +374,31 @@ def load_checkpoint_weights(model: Any, path: Path) -> None:
 
 
 def _weights_shard(
-    place: PlacedParameter, architecture: Architecture, tensors: Mapping[str, TensorRecord]
+    placed: PlacedParameter, architecture: Architecture, tensors: Mapping[str, TensorRecord]
 ) -> ParameterShard:
-    """Room for this rank's part of a parameter, in the precision in which it is stored."""
-    parameter_id = parameter_id_of(place, architecture)
-    name, like = parameter_id.weights, place.parameter
+    """Allocate an empty shard for this rank's slice of a parameter, in the checkpoint's
+    precision."""
+    parameter_id = parameter_id_of(placed, architecture)
+    name, like = parameter_id.weights, placed.parameter
     dtype = dtype_named(tensors[name].dtype) if name in tensors else like.dtype
     flat_N = torch.empty(like.numel(), dtype=dtype)
-    where = boxes(parameter_id, place.size, place.rank)
-    counts = is_primary_copy(place) and replicas(place)[0] == 0
-    return ParameterShard(name, parameter_id.shape, flat_N, 0, where, counts)
+    where = boxes(parameter_id, placed.size, placed.rank)
+    is_saved = is_primary_copy(placed) and replicas(placed)[0] == 0
+    return ParameterShard(name, parameter_id.shape, flat_N, 0, where, is_saved)
 
 
 def load_shard(
     shard: ParameterShard, reader: PieceReader, tensors: Mapping[str, TensorRecord]
 ) -> None:
-    """Fill the tensor of `shard`. Raises CorruptCheckpoint."""
+    """Fill the memory of `shard` with its values from the checkpoint, and its padding with zeros.
+
+    Args:
+        reader: Reads the files of the checkpoint.
+        tensors: Records of the manifest.
+
+    Raises:
+        CorruptCheckpoint: If the tensor is missing, has another shape, or cannot be read.
+    """
     check_tensor(tensors, shard.name, shard.shape)
     if sum(box.end - box.begin for box in shard.boxes) < shard.flat_N.numel():
         shard.flat_N.zero_()
@@ -336,21 +407,21 @@ def load_shard(
 
 
 def broadcast_weights(trainer: Checkpointable) -> None:
-    """Collective. The optimizer's weights into the model, on every data-parallel rank."""
+    """Copy the optimizer's weights into the model on every data-parallel rank. Collective."""
     distributed = False
-    for run in _runs(trainer):
-        distributed |= not run.replicas
-        if not run.aliases:
-            run.model_N.copy_(run.master.view(-1))
+    for span in _spans(trainer):
+        distributed |= not span.replicated
+        if not span.aliases:
+            span.model_N.copy_(span.master.view(-1))
     if distributed:
         trainer.wrapped.start_param_sync()
 
 
 def count(tallies: dict[str, TensorTally], shard: ParameterShard) -> None:
-    """Add a shard to what is known of its tensor."""
+    """Add the checksums and element counts of a shard's slices to the tally of its tensor."""
     for piece in shard.pieces():
-        known = tally(tallies, piece.name, piece.shape, piece.values.dtype)
-        known.add(int(piece.checksum()), piece.values.numel())
+        total = tally(tallies, piece.name, piece.shape, piece.values.dtype)
+        total.add(int(piece.checksum()), piece.values.numel())
 
 
 def verify(
@@ -358,16 +429,22 @@ def verify(
     tallies: Mapping[str, TensorTally],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Collective. What all ranks hold together is what the manifest lists, all of it, bit for bit.
+    """Check that the values of all ranks together are, bit for bit, all tensors of the manifest.
 
-    `tallies`: this rank's, each element on one rank. One sum over the ranks, of two numbers for
-    each tensor. Raises CorruptCheckpoint, on every rank alike.
+    Collective: one sum over the ranks, of two numbers for each tensor.
+
+    Args:
+        expected: Records of the manifest.
+        tallies: Tallies of this rank; each element is counted on one rank.
+
+    Raises:
+        CorruptCheckpoint: On every rank, if a tensor differs.
     """
     rows = {name: row for row, name in enumerate(sorted(expected))}
     found_N2 = torch.zeros(len(rows), 2, dtype=torch.int64)
-    for name, known in tallies.items():
-        found_N2[rows[name], 0] = signed(known.checksum)
-        found_N2[rows[name], 1] = known.elements
+    for name, total in tallies.items():
+        found_N2[rows[name], 0] = signed(total.checksum)
+        found_N2[rows[name], 1] = total.elements
     dist.all_reduce(found_N2, group=group)
     compare(
         expected,

@@ -1,15 +1,16 @@
-"""A save by one rank: an in-memory copy, then files, then (on rank 0) the commit.
+"""Writes one rank's share of a checkpoint: copies it in memory, writes files, and commits on rank
+0.
 
 Invariants
-- `prepare` copies this rank's part of the state and nothing else; it needs no other rank. `SaveJob`
-  only touches that copy and files, so that it may run in a background thread while training changes
-  the weights.
-- Checksums are of the copy that is written, or of what it was copied from at that moment.
-- Ranks report to each other through small status files in the temporary directory (a shared file
-  system, as any checkpoint needs), so a commit needs no collective.
-- The manifest is written last, by rank 0, after every rank's files are complete and all pieces
-  together are every tensor once. A save that fails at any point leaves the earlier checkpoints as
-  they were.
+- `prepare` copies this rank's share of the state and nothing else; it needs no other rank.
+  `SaveJob` only uses that copy and files, so that it may run in a background thread while training
+  changes the weights.
+- Checksums are of the copy that is written, or of the values from which it was copied at that
+  moment.
+- Ranks report to each other through small status files in the temporary directory (on a shared file
+  system, as any checkpoint needs), so that a commit needs no collective.
+- Rank 0 writes the manifest last, after every rank's files are complete and all slices together are
+  every tensor exactly once. A save that fails at any point leaves earlier checkpoints unchanged.
 - Every wait has a time limit.
 """
 
@@ -25,7 +26,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from megatron_async.checkpoint.checksum import TensorTally, tally
-from megatron_async.checkpoint.files import RankFiles, header_room, piece_key
+from megatron_async.checkpoint.files import RankFiles, max_entry_bytes, piece_key
 from megatron_async.checkpoint.manifest import (
     Checkpoint,
     CorruptCheckpoint,
@@ -52,7 +53,13 @@ _POLL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Report of a rank whose part is done; `error` is None when it succeeded."""
+    """Report of a rank that has written its share of a checkpoint or failed to.
+
+    Attributes:
+        files: Records of the files it wrote, by name.
+        tensors: Tallies of the tensors of which it wrote slices, by name.
+        error: The reason of the failure; None if the rank succeeded.
+    """
 
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     tensors: Mapping[str, TensorTally] = field(default_factory=dict)
@@ -64,28 +71,46 @@ _STATUS: Final = TypeAdapter(RankStatus)
 
 @dataclass(frozen=True, eq=False)
 class CopiedPiece:
-    """A piece in host memory. Its checksum is computed on the GPU that it came from, or later."""
+    """A slice of a tensor in host memory, with its checksum.
+
+    Attributes:
+        piece: The slice.
+        on_device: Its checksum, computed on the GPU from which it was copied; None if the checksum
+            is computed later from the copy.
+    """
 
     piece: TensorPiece
     on_device: Tensor | None
 
     @classmethod
-    def of(cls, live: TensorPiece, place: int, pinned: HostBuffers) -> "CopiedPiece":
-        """Copy it; from a GPU to where the save before has copied its piece of this number."""
+    def of(cls, live: TensorPiece, number: int, pinned: HostBuffers) -> "CopiedPiece":
+        """Copy a slice to host memory; a slice on a GPU is copied into a reused pinned buffer.
+
+        Args:
+            live: The slice to copy.
+            number: Number of the slice. The buffer of the same number, of the previous save, is
+                reused.
+            pinned: The reused buffers.
+        """
         values = live.values
         if not values.is_cuda:
             return cls(replace(live, values=values.to("cpu", copy=True)), None)
-        return cls(replace(live, values=pinned.copy(place, values)), live.checksum())
+        return cls(replace(live, values=pinned.copy(number, values)), live.checksum())
 
     def checksum(self) -> int:
+        """Return the checksum of the slice."""
         return int(self.piece.checksum() if self.on_device is None else self.on_device)
 
 
 @dataclass
 class Prepared:
-    """A rank's copy of its part; `error` is set when there is nothing to be saved.
+    """A rank's in-memory copy of its share of a checkpoint.
 
-    `names`: the tensors of all ranks.
+    Attributes:
+        pieces: Copies of the slices that the rank saves.
+        random: The rank's random states.
+        names: Names of the tensors that all ranks together save.
+        error: Why nothing must be saved; None if the copy is valid.
     """
 
     pieces: list[CopiedPiece]
@@ -95,21 +120,25 @@ class Prepared:
 
 
 def prepare(trainer: Checkpointable, pinned: HostBuffers) -> Prepared:
-    """Copy the live tensors to host memory; what was prepared before in `pinned` is overwritten."""
+    """Copy this rank's share of the trainer's state to host memory, and return the copy.
+
+    The copy of the previous call with the same `pinned` buffers is overwritten.
+    """
     try:
         check_rounding(trainer)
     except CorruptCheckpoint as error:
         return Prepared([], {}, frozenset(), str(error))
     live = (piece for shard in saved_shards(trainer) for piece in shard.pieces())
-    pieces = [CopiedPiece.of(piece, place, pinned) for place, piece in enumerate(live)]
+    pieces = [CopiedPiece.of(piece, number, pinned) for number, piece in enumerate(live)]
     return Prepared(pieces, random_state(), tensor_names(trainer))
 
 
 class SaveJob:
-    """Writes a prepared share; on rank 0 also waits for the others and commits.
+    """Writes a rank's prepared share of a checkpoint; on rank 0 it also waits for other ranks and
+    commits.
 
-    `start` runs it in a thread, `run` in the caller's. After `join`, `error` is None or a
-    sentence, and `checkpoint` is the committed checkpoint (rank 0 only).
+    `start` runs the job in a thread, `run` in the caller's thread. After `join`, `error` is None or
+    a message, and `checkpoint` is the committed checkpoint (only on rank 0).
     """
 
     def __init__(
@@ -128,26 +157,30 @@ class SaveJob:
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
         self._thread = threading.Thread(target=self.run, name="checkpoint", daemon=True)
-        self.error: str | None = "it did not end"
+        self.error: str | None = "the save did not end"
         self.checkpoint: Checkpoint | None = None
 
     @property
     def done(self) -> bool:
-        """Return whether the thread has ended."""
+        """Whether the job's thread has ended."""
         return not self._thread.is_alive()
 
     def start(self) -> None:
-        """Write in the background."""
+        """Start writing the files in a background thread."""
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until the files are written, at most the time limit of the save."""
+        """Wait until the job's thread ends or its time limit passes; in the latter case set
+        `error`."""
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
         if self._thread.is_alive():
-            self.error = "the files were not written within the time limit"
+            self.error = "the files were not written within checkpoint.timeout_seconds"
 
     def run(self) -> None:
-        """Write, report, commit. Errors of the disk end up in `error`."""
+        """Write this rank's files and report them; on rank 0 commit the checkpoint.
+
+        A disk error or a fault of the state is stored in `error`.
+        """
         try:
             self._write_share()
             if self._rank == 0:
@@ -157,44 +190,65 @@ class SaveJob:
             self.error = reason_and_file(error)
 
     def _write_share(self) -> None:
+        """Write this rank's files, and report success or failure to rank 0 in a status file.
+
+        Raises:
+            OSError: If the files cannot be written; they are then removed.
+            CorruptCheckpoint: If the state must not be saved.
+        """
         try:
             tensors = self._write_files()
             files = {path.name: hash_file(path) for path in self._own_files()}
         except (OSError, CorruptCheckpoint) as error:
-            # Make room first: on a full disk the report itself would not fit.
+            # Free space before the report, which would not fit on a full disk.
             for path in self._own_files():
                 path.unlink(missing_ok=True)
-            # A path may be no UTF-8, and a report is.
+            # A path may not be valid UTF-8, and a report must be.
             message = reason_and_file(error).encode(errors="backslashreplace").decode()
             self._report(RankStatus(error=message))
             raise
         self._report(RankStatus(files, tensors))
 
     def _write_files(self) -> dict[str, TensorTally]:
-        """Write this rank's pieces and random states, and release them. Raises OSError."""
+        """Write this rank's slices and random states and release their memory; return the tensors'
+        tallies.
+
+        Raises:
+            OSError: If a file cannot be written.
+            CorruptCheckpoint: If the state must not be saved.
+        """
         if self._prepared.error is not None:
             raise CorruptCheckpoint(self._prepared.error)
         save_random_state(self._prepared.random, self.temporary, self._rank)
         pieces, self._prepared.pieces = self._prepared.pieces, []
         tallies: dict[str, TensorTally] = {}
-        room = sum(header_room(_key(copied.piece)) for copied in pieces)
-        with RankFiles(self.temporary, self._rank, room) as files:
+        header_bytes = sum(max_entry_bytes(_key(copied.piece)) for copied in pieces)
+        with RankFiles(self.temporary, self._rank, header_bytes) as files:
             for copied in pieces:
                 piece = copied.piece
                 files.add(_key(piece), piece.values)
-                known = tally(tallies, piece.name, piece.shape, piece.values.dtype)
-                known.add(copied.checksum(), piece.values.numel())
+                total = tally(tallies, piece.name, piece.shape, piece.values.dtype)
+                total.add(copied.checksum(), piece.values.numel())
             files.finish()
         return tallies
 
     def _own_files(self) -> list[Path]:
+        """Return the files that this rank has written so far."""
         return sorted(self.temporary.glob(f"*_{self._rank:05d}.*safetensors"))
 
     def _report(self, status: RankStatus) -> None:
+        """Write this rank's status file."""
         write_atomically(self._status_path(self._rank), _STATUS.dump_json(status))
 
     def _commit(self) -> None:
-        """Rank 0, once all ranks have reported success."""
+        """Wait until all ranks have reported success, then write the manifest and commit. Rank 0
+        only.
+
+        Raises:
+            OSError: If a rank has failed or does not report in time, or the manifest cannot be
+                written.
+            CorruptCheckpoint: If the ranks' slices are not every tensor exactly once.
+        """
         files: dict[str, FileRecord] = {}
         tensors: dict[str, TensorTally] = {}
         for rank in range(self._world_size):
@@ -202,11 +256,11 @@ class SaveJob:
             if status.error is not None:
                 raise OSError(f"rank {rank}: {status.error}")
             files.update(status.files)
-            for name, known in status.tensors.items():
-                total = tensors.setdefault(name, TensorTally(known.dtype, known.shape))
-                total.add(known.checksum, known.elements)
+            for name, written in status.tensors.items():
+                total = tensors.setdefault(name, TensorTally(written.dtype, written.shape))
+                total.add(written.checksum, written.elements)
         for name in sorted(self._prepared.names - tensors.keys()):
-            raise CorruptCheckpoint(f"tensor {name} is held by no rank")
+            raise CorruptCheckpoint(f"tensor {name} was saved by no rank")
         records: dict[str, TensorRecord] = {n: t.record(n) for n, t in tensors.items()}
         for rank in range(self._world_size):
             self._status_path(rank).unlink()
@@ -214,16 +268,25 @@ class SaveJob:
         self.checkpoint = finalize(self.temporary, self._target, manifest)
 
     def _await_status(self, rank: int) -> RankStatus:
+        """Wait for the status file of `rank` and return its content.
+
+        Raises:
+            TimeoutError: If the file does not appear within the time limit of the save.
+        """
         path = self._status_path(rank)
         while not path.exists():
             if time.monotonic() > self._deadline:
-                raise TimeoutError(f"rank {rank} did not report its files within the time limit")
+                raise TimeoutError(
+                    f"rank {rank} did not report its files within checkpoint.timeout_seconds"
+                )
             time.sleep(_POLL_SECONDS)
         return _STATUS.validate_json(path.read_bytes())
 
     def _status_path(self, rank: int) -> Path:
+        """Return the path of the status file of `rank`."""
         return self.temporary / f"status_{rank:05d}.json"
 
 
 def _key(piece: TensorPiece) -> str:
+    """Return the key of a slice in a tensor file."""
     return piece_key(piece.name, piece.offsets)

@@ -1,14 +1,15 @@
-"""`Architecture`: a Hugging Face config.json about a decoder, as plain checked numbers.
+"""Reads a Hugging Face config.json into an `Architecture`: a decoder as plain, checked numbers.
 
-`served_context` is the context at which SGLang serves it: prompt and response together.
+Also provides `served_context`, the context with which SGLang serves a model: prompt and response
+together.
 
 Invariants
-- Nothing is guessed: a setting of the config that the trainer does not implement (a rope type, an
-  activation, a bias) is refused with one sentence that names it, never ignored.
+- Nothing is guessed: a setting of config.json that the trainer does not implement (a rope type, an
+  activation, a bias) is refused with one sentence that names the setting, never ignored.
 - Both spellings of rotary settings are read: `rope_parameters` (transformers 5) and `rope_theta`
-  with `rope_scaling` (transformers 4). Where a file has both, they are read as transformers 5 reads
-  them, or refused where they differ.
-- No import of transformers: reading a config costs milliseconds and runs no model code.
+  with `rope_scaling` (transformers 4). If a file has both, they are read as transformers 5 reads
+  them, or refused if they differ.
+- transformers is not imported: reading a config takes milliseconds and runs no model code.
 """
 
 import math
@@ -22,8 +23,8 @@ from megatron_async.config.files import read_json_object
 from megatron_async.errors import UserError, short_repr
 
 LARGEST_SIZE: Final = (1 << 31) - 1
-"""Of any dimension or count in a config.json: what tensors can have."""
-MOST_LAYERS: Final = 100_000
+"""Largest allowed dimension or count in a config.json: the largest that tensors can have."""
+MAX_LAYERS: Final = 100_000
 _ORIGINAL: Final = "original_max_position_embeddings"
 DTYPES: Final = ("float32", "bfloat16", "float16")
 
@@ -33,13 +34,15 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding: base `theta` and the scaling of its frequencies.
+    """Rotary position embedding: its base `theta` and how its frequencies are scaled for long
+    contexts.
 
-    `linear` divides every frequency by `factor`. `llama3` (Llama 3.1) divides those whose
-    wavelength passes `original_max_positions / low_freq_factor`, keeps those below
-    `original_max_positions / high_freq_factor`, and interpolates in between. `yarn` keeps those
-    that turn more than `beta_fast` times in the original context and divides those that turn less
-    than `beta_slow` times.
+    `linear` divides every frequency by `factor`. `llama3` (Llama 3.1) divides the frequencies whose
+    wavelength exceeds `original_max_positions / low_freq_factor`, does not change those whose
+    wavelength is below `original_max_positions / high_freq_factor`, and interpolates between the
+    two. `yarn` does not change frequencies that rotate more than `beta_fast` times in the original
+    context, divides those that rotate less than `beta_slow` times, and interpolates between the
+    two.
     """
 
     theta: float
@@ -53,15 +56,18 @@ class Rope:
 
     @property
     def score_scale(self) -> float:
-        """Factor of attention scores: 1/t of YaRN (Peng et al., arXiv 2309.00071, section 3.4)."""
+        """Factor of attention scores: 1/t of YaRN (Peng et al., arXiv 2309.00071, section 3.4),
+        else 1."""
         return (0.1 * math.log(self.factor) + 1) ** 2 if self.kind == "yarn" else 1.0
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture-of-experts feed-forward: `num` experts of width `ffn_size`, `top_k` a token.
+    """A mixture-of-experts feed-forward: `num` experts of width `ffn_size`, of which a token uses
+    `top_k`.
 
-    `normalize_top_k`: the weights of the chosen experts sum to 1.
+    Attributes:
+        normalize_top_k: Whether the weights of a token's experts are scaled so that they sum to 1.
     """
 
     num: int
@@ -72,7 +78,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder-only language model as its family describes it."""
+    """A decoder-only language model: its sizes and the features by which model families differ."""
 
     family: str
     num_layers: int
@@ -90,8 +96,8 @@ class Architecture:
     qk_norm: bool = False
     activation: Activation = "silu"
     experts: Experts | None = None
-    # Gemma 3: sliding-window layers with a rope of their own, norms after attention and MLP,
-    # norm weights stored as offsets from 1, embeddings scaled by sqrt(hidden size).
+    # Of Gemma 3: sliding-window layers with a separate rope, norms after attention and MLP, norm
+    # weights stored as offsets from 1, and embeddings scaled by sqrt(hidden size).
     local_window: int | None = None
     local_layers: tuple[bool, ...] = ()
     local_rope: Rope | None = None
@@ -102,12 +108,19 @@ class Architecture:
     dtype: str = "float32"
 
     def padded_vocab_size(self, tensor_size: int) -> int:
-        """Rows of the embedding over all tensor ranks: the next multiple of `tensor_size`."""
+        """Return the rows of the embedding over all tensor ranks: the vocabulary, padded to their
+        multiple."""
         return -(-self.vocab_size // tensor_size) * tensor_size
 
 
 class ConfigReader:
-    """Typed access to config.json; every refusal names the file, its key and the value."""
+    """Typed access to the values of a config.json; errors name the file, the key and the value.
+
+    Attributes:
+        raw: The content of the file.
+        family: Name of the model family, for error messages.
+        where: Name of the file, for error messages.
+    """
 
     def __init__(self, raw: Mapping[str, Any], family: str, where: str = "config.json") -> None:
         self.raw = raw
@@ -119,30 +132,47 @@ class ConfigReader:
         return default if value is None else value
 
     def integer(self, key: str, default: int | None = None, largest: int = LARGEST_SIZE) -> int:
-        """A number from 1 to `largest`."""
+        """Return the whole number of `key`, or `default` if the key is missing or null.
+
+        Raises:
+            UserError: If the value is not a whole number from 1 to `largest`.
+        """
         value = self._get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
             raise self.error(key, value, f"a whole number from 1 to {largest}")
         return value
 
     def number(self, key: str, default: float) -> float:
-        """A positive number."""
+        """Return the positive number of `key`, or `default` if the key is missing or null.
+
+        Raises:
+            UserError: If the value is not a positive finite number.
+        """
         return self._positive(key, self._get(key, default))
 
     def flag(self, key: str, default: bool = False) -> bool:
+        """Return the bool of `key`, or `default` if the key is missing or null.
+
+        Raises:
+            UserError: If the value is not a bool.
+        """
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise self.error(key, value, "true or false")
         return value
 
     def mapping(self, key: str, value: Any) -> Mapping[str, Any]:
-        """`value` of `key`, as it is."""
+        """Return `value`, which `key` has in the file, after checking that it is a mapping.
+
+        Raises:
+            UserError: If the value is not a mapping.
+        """
         if not isinstance(value, Mapping):
             raise self.error(key, value, "a mapping")
         return value
 
     def refuse(self, key: str, allowed: Sequence[Any] = (None, False)) -> None:
-        """Refuse a `key` that is set to anything that is not `allowed`. Raises UserError."""
+        """Raise UserError if `key` is set to a value that is not among `allowed`."""
         value = self.raw.get(key)
         if value not in allowed:
             raise UserError(
@@ -150,11 +180,17 @@ class ConfigReader:
                 f"{self.family}"
             )
 
-    def error(self, key: str, value: Any, wanted: str) -> UserError:
-        """Return the error to raise for a value that does not fit."""
-        return UserError(f"{self.where}: {key} is {short_repr(value)}; it must be {wanted}")
+    def error(self, key: str, value: Any, required: str) -> UserError:
+        """Return a UserError that says that the `value` of `key` must be what `required`
+        describes."""
+        return UserError(f"{self.where}: {key} is {short_repr(value)}; it must be {required}")
 
     def _positive(self, key: str, value: Any) -> float:
+        """Return `value` as a float after checking that it is a positive finite number.
+
+        Raises:
+            UserError: If it is not.
+        """
         if isinstance(value, int | float) and not isinstance(value, bool):
             try:
                 number = float(value)
@@ -165,7 +201,13 @@ class ConfigReader:
         raise self.error(key, value, "a positive number")
 
     def head_dim(self) -> int:
-        """Size of a head: given, or hidden size over heads; even, because rope turns pairs."""
+        """Return the size of an attention head: `head_dim`, or else the hidden size divided by the
+        heads.
+
+        Raises:
+            UserError: If the size is odd (rope rotates pairs of elements), or the division has a
+                remainder.
+        """
         hidden, heads = self.integer("hidden_size"), self.integer("num_attention_heads")
         if self.raw.get("head_dim") is None and hidden % heads:
             raise self.error("hidden_size", hidden, f"divisible by num_attention_heads {heads}")
@@ -182,8 +224,15 @@ class ConfigReader:
     def rope(self, default_theta: float = 1e4) -> Rope:
         """Read the rope from `rope_theta` and `rope_scaling`, or from `rope_parameters`.
 
-        transformers and SGLang ignore `rope_parameters` beside `rope_scaling`. It is refused there
-        unless it repeats the other, or states the base and no scaling. Raises UserError.
+        transformers and SGLang ignore `rope_parameters` if `rope_scaling` exists too.
+        `rope_parameters` is then refused unless it describes the same rope, or only the same base
+        without scaling.
+
+        Args:
+            default_theta: The base if config.json has none.
+
+        Raises:
+            UserError: If the settings are contradictory, invalid or not supported.
         """
         key, settings = self.rope_settings()
         ignored = self.mapping("rope_parameters", self.raw.get("rope_parameters") or {})
@@ -199,9 +248,13 @@ class ConfigReader:
         return rope
 
     def rope_from(self, settings: Mapping[str, Any], key: str) -> Rope:
-        """The rope of these settings, which `key` of the config holds."""
+        """Parse `settings`, the value of `key` in config.json, as the rope of all layers.
+
+        Raises:
+            UserError: If a setting is invalid or not supported.
+        """
         if any(isinstance(value, Mapping) for value in settings.values()):
-            raise self.error(key, dict(settings), "one for all layers")
+            raise self.error(key, dict(settings), "one rope for all layers")
         kind = settings.get("rope_type", settings.get("type", "default"))
         if settings.get("type", kind) != kind:
             raise self.error(
@@ -210,7 +263,7 @@ class ConfigReader:
         if kind not in get_args(RopeKind):
             raise UserError(
                 f"{self.where}: {key} has the rope type {short_repr(kind)}, which is not "
-                f"supported; {', '.join(get_args(RopeKind))} are"
+                f"supported; supported are {', '.join(get_args(RopeKind))}"
             )
         if settings.get("partial_rotary_factor", 1.0) != 1.0:
             raise UserError(
@@ -243,7 +296,12 @@ class ConfigReader:
         )
 
     def _yarn(self, theta: float, settings: Mapping[str, Any], key: str) -> Rope:
-        """Refuses what SGLang and transformers read in two ways, or not at all."""
+        """Parse the settings of a YaRN rope with base `theta`.
+
+        Raises:
+            UserError: If a setting is invalid, or SGLang and transformers interpret it differently
+                or ignore it.
+        """
         yarn = ConfigReader(settings, self.family, f"{self.where}: {key}")
         for name in ("attention_factor", "attn_factor", "mscale", "mscale_all_dim"):
             yarn.refuse(name, (None,))
@@ -268,12 +326,21 @@ class ConfigReader:
         )
 
     def experts(self, count_key: str, width_key: str, *, normalize_top_k: bool) -> Experts:
-        """The mixture that these keys describe."""
+        """Read the mixture of experts of every layer.
+
+        Args:
+            count_key: Key of the number of experts.
+            width_key: Key of the width of an expert.
+            normalize_top_k: Whether the weights of a token's experts sum to 1.
+
+        Raises:
+            UserError: If a number is invalid, or no gradient could train the router.
+        """
         count = self.integer(count_key)
         top_k = self.integer("num_experts_per_tok", largest=count)
         if top_k == 1 and normalize_top_k:
-            # The weight of the one expert would always be 1: nothing would train the router.
-            raise self.error("num_experts_per_tok", 1, "2 or more where their weights sum to 1")
+            # The weight of a single expert would always be 1, and would not train the router.
+            raise self.error("num_experts_per_tok", 1, "2 or more if their weights sum to 1")
         return Experts(
             num=count,
             top_k=top_k,
@@ -282,10 +349,12 @@ class ConfigReader:
         )
 
     def layers(self) -> int:
-        return self.integer("num_hidden_layers", largest=MOST_LAYERS)
+        """Return the number of layers of the model (`num_hidden_layers`)."""
+        return self.integer("num_hidden_layers", largest=MAX_LAYERS)
 
     def dtype(self) -> str:
-        """The precision of the weights."""
+        """Return the precision of the weights, such as `bfloat16`; float32 if config.json states
+        none."""
         name = self.raw.get("dtype") or self.raw.get("torch_dtype") or "float32"
         name = name.removeprefix("torch.") if isinstance(name, str) else name
         if name not in DTYPES:
@@ -293,8 +362,15 @@ class ConfigReader:
         return str(name)
 
     def dense(self, **extra: Any) -> Architecture:
-        """The fields that all supported decoders share, plus `extra`."""
-        # SGLang heeds these in models to which transformers does not apply them.
+        """Build the architecture from the keys that all supported decoders share.
+
+        Args:
+            **extra: Fields that the family adds or reads differently.
+
+        Raises:
+            UserError: If a value is invalid or not supported.
+        """
+        # SGLang applies these settings even to models for which transformers ignores them.
         self.refuse("partial_rotary_factor", (None, 1.0))
         self.refuse("final_logit_softcapping")
         self.refuse("quantization_config")
@@ -326,7 +402,11 @@ class ConfigReader:
 
 
 def read_config_json(model_dir: Path | str) -> dict[str, Any]:
-    """The mapping in `model_dir/config.json`. Raises UserError naming what is wrong."""
+    """Return the content of `model_dir/config.json` as a mapping.
+
+    Raises:
+        UserError: If `model_dir` or the file is missing, or the file is not a JSON object.
+    """
     path = Path(model_dir) / "config.json"
     if not str(model_dir):
         raise UserError("model.path is empty; set it to the directory of a Hugging Face model")
@@ -335,17 +415,17 @@ def read_config_json(model_dir: Path | str) -> dict[str, Any]:
         if _HUB_NAME.fullmatch(str(model_dir)) and not Path(model_dir).parent.is_dir():
             name, target = str(model_dir), f"models/{Path(model_dir).name}"
         raise UserError(
-            f"model.path {str(model_dir)!r} is no directory here ({Path.cwd()}), and a run "
+            f"model.path {str(model_dir)!r} is not a directory (seen from {Path.cwd()}), and a run "
             "downloads nothing. Start where the path leads to the model, or download the model "
             f"with `hf download {name} --local-dir {target}` and set model.path={target}"
         )
     if not path.exists():
-        raise UserError(f"model.path {str(model_dir)!r} has no config.json: not a model")
+        raise UserError(f"model.path {str(model_dir)!r} has no config.json, so it is not a model")
     return read_json_object(path, f"model.path: {path}")
 
 
 _HUB_NAME = re.compile(r"(?!(?:models|runs|checkpoints|data)/)[A-Za-z0-9][\w.-]*/[\w.-]+")
-# In the order in which SGLang looks for the context of a model.
+# The keys of a model's context, in the order in which SGLang looks for them.
 _CONTEXT_KEYS = (
     "max_sequence_length",
     "seq_length",
@@ -356,37 +436,46 @@ _CONTEXT_KEYS = (
 
 
 def served_context(model: Mapping[str, Any]) -> int | None:
-    """The context at which SGLang serves a model of this parsed config.json.
+    """Return the context, in tokens, with which SGLang serves a model; None if config.json states
+    none.
 
-    None when it has none. With YaRN it is `yarn_context`.
+    For a model with YaRN it is `yarn_context`.
+
+    Args:
+        model: The parsed config.json.
     """
     return yarn_context(model) or _read_context(model)
 
 
 def yarn_context(model: Mapping[str, Any]) -> int | None:
-    """The context of a model with YaRN, for which SGLang reads `max_position_embeddings`.
+    """Return the full context, in tokens, of a model with YaRN; None for any other model.
 
-    Files that state the original context there, as Qwen's do, would be served at that.
+    SGLang reads `max_position_embeddings`. A file that states the original context there, as Qwen's
+    do, would be served only with that context.
+
+    Args:
+        model: The parsed config.json.
     """
-    read = _read_context(model)
+    context = _read_context(model)
     _, scaling = ConfigReader(model, "SGLang").rope_settings()
-    if read is None or scaling.get("rope_type", scaling.get("type")) != "yarn":
+    if context is None or scaling.get("rope_type", scaling.get("type")) != "yarn":
         return None
     rope = ConfigReader(model, "SGLang").rope()
-    return max(read, int(rope.factor * rope.original_max_positions))
+    return max(context, int(rope.factor * rope.original_max_positions))
 
 
 def _read_context(model: Mapping[str, Any]) -> int | None:
-    """The context that SGLang reads from it."""
+    """Return the context, in tokens, that SGLang reads from a parsed config.json; None if it has
+    none."""
     outer = ConfigReader(model, "SGLang")
     text = ConfigReader(outer.mapping("text_config", model.get("text_config", model)), "SGLang")
     scaling = ConfigReader(text.rope_settings()[1], "SGLang")
-    stretched = scaling.number("factor", 1.0)
+    factor = scaling.number("factor", 1.0)
     if (
         _ORIGINAL in scaling.raw
         or scaling.raw.get("rope_type") == "llama3"
-        or text.raw.get("model_type") == "gemma3_text"  # its ropes are those of layer types
+        or text.raw.get("model_type") == "gemma3_text"  # Its ropes differ by layer type.
     ):
-        stretched = 1.0  # the file gives the length after scaling
+        factor = 1.0  # The file states the length after scaling.
     found = (text.integer(key) for key in _CONTEXT_KEYS if text.raw.get(key) is not None)
-    return next((int(stretched * length) for length in found), None)
+    return next((int(factor * length) for length in found), None)

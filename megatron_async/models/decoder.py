@@ -1,8 +1,8 @@
-"""The rules that decoder families share: embedding, attention, feed-forward, experts, norms, head.
+"""Provides the shard rules that decoder families share: embedding, attention, feed-forward, head.
 
-A family composes these and names what differs. Each parameter is listed with the name it has in
-local Megatron layers and, where it differs, in Transformer Engine layers (which hold a norm
-inside the linear layer that follows it).
+A family combines these rules and passes the names that differ. Each parameter is listed with its
+name in local Megatron layers and, where it differs, in Transformer Engine layers (which include a
+norm in the linear layer that follows it).
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,15 @@ def _layer_rule(
     groups: int = 0,
     expert: bool = False,
 ) -> Rule:
-    """`tensors`: the names in the checkpoint, and the shape of each."""
+    """Return the shard rule of a parameter that every layer has.
+
+    Args:
+        layout: How tensor ranks divide the parameter.
+        parameters: Its Megatron names inside a layer.
+        tensors: The names, inside a layer, and shapes of its Hugging Face tensors.
+        groups: Number of key/value heads of a QKV layout.
+        expert: Whether each expert has such a parameter.
+    """
     return Rule(
         parameters=tuple(_LAYER + name for name in parameters),
         tensors=tuple(_HF_LAYER + name for name in tensors),
@@ -35,12 +43,18 @@ def _layer_rule(
 
 
 def norm_rule(parameters: tuple[str, ...], tensor: str, size: int) -> Rule:
-    """A norm's weight inside a layer."""
+    """Return the shard rule of a norm's weight inside a layer.
+
+    Args:
+        parameters: Its Megatron names inside a layer.
+        tensor: Its Hugging Face name inside a layer.
+        size: Number of its elements.
+    """
     return _layer_rule(ShardLayout.REPLICATED, parameters, {tensor: (size,)})
 
 
 def embedding_rule(a: Architecture) -> Rule:
-    """Word embedding (first stage)."""
+    """Return the shard rule of the word embedding, which the first pipeline stage has."""
     return Rule(
         parameters=("embedding.word_embeddings.weight",),
         tensors=("model.embed_tokens.weight",),
@@ -51,7 +65,12 @@ def embedding_rule(a: Architecture) -> Rule:
 
 
 def head_rules(a: Architecture) -> list[Rule]:
-    """Final norm and head (last stage); a tied head of its own stage is a copy of the embedding."""
+    """Return the shard rules of the final norm and the output head, which the last pipeline stage
+    has.
+
+    If the head is tied and the model has several stages, the last stage has a copy of the
+    embedding.
+    """
     return [
         Rule(
             parameters=("decoder.final_layernorm.weight",),
@@ -71,7 +90,12 @@ def head_rules(a: Architecture) -> list[Rule]:
 
 
 def attention_rules(a: Architecture) -> list[Rule]:
-    """Input norm, fused QKV (bias where the family has one), QK norms, output projection."""
+    """Return the shard rules of a layer's attention: input norm, fused QKV, QK norms, output
+    projection.
+
+    The fused QKV has a bias, and the norms of query and key heads exist, only if the family has
+    them.
+    """
     q_rows, kv_rows = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
 
     def qkv(kind: str, *columns: int) -> Rule:
@@ -79,7 +103,7 @@ def attention_rules(a: Architecture) -> list[Rule]:
         return _layer_rule(
             ShardLayout.QKV,
             (f"self_attention.linear_qkv.{kind}",),
-            {f"self_attn.{part}_proj.{kind}": (rows[part], *columns) for part in rows},
+            {f"self_attn.{head}_proj.{kind}": (rows[head], *columns) for head in rows},
             groups=a.num_kv_heads,
         )
 
@@ -94,11 +118,11 @@ def attention_rules(a: Architecture) -> list[Rule]:
         *([qkv("bias")] if a.qkv_bias else []),
         *(
             norm_rule(
-                (f"self_attention.{part}_layernorm.weight",),
-                f"self_attn.{part}_norm.weight",
+                (f"self_attention.{head}_layernorm.weight",),
+                f"self_attn.{head}_norm.weight",
                 a.head_dim,
             )
-            for part in norms
+            for head in norms
         ),
         _layer_rule(
             ShardLayout.COLUMNS,
@@ -117,7 +141,16 @@ def _gated_rules(
     *,
     expert: bool = False,
 ) -> list[Rule]:
-    """Fused gate/up and down projection; `tensors`: gate, up and down in the checkpoint."""
+    """Return the shard rules of a gated feed-forward: the fused gate/up projection and the down
+    projection.
+
+    Args:
+        width: Width of the feed-forward.
+        fc1: Megatron's names of the fused gate/up projection.
+        fc2: Megatron's names of the down projection.
+        tensors: Hugging Face names of the gate, up and down projections.
+        expert: Whether it is the feed-forward of an expert.
+    """
     gate, up, down = tensors
     rows = (width, a.hidden_size)
     return [
@@ -127,7 +160,12 @@ def _gated_rules(
 
 
 def mlp_rules(a: Architecture, norm: str = "post_attention_layernorm.weight") -> list[Rule]:
-    """Norm before the feed-forward, fused gate/up, down projection."""
+    """Return the shard rules of a layer's dense feed-forward: its norm, fused gate/up and down
+    projection.
+
+    Args:
+        norm: Hugging Face name of the norm.
+    """
     return [
         norm_rule(
             ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"), norm, a.hidden_size
@@ -149,9 +187,15 @@ def expert_rules(
     up: str = "up_proj",
     down: str = "down_proj",
 ) -> list[Rule]:
-    """Norm, router and experts. `block` is the feed-forward's name in the checkpoint.
+    """Return the shard rules of a layer's mixture of experts: its norm, router and experts.
 
-    Expert tensor parallelism is not used, so that experts are whole on their rank.
+    Expert tensor parallelism is not used, so each expert is complete on its rank.
+
+    Args:
+        block: Hugging Face name of the feed-forward.
+        gate: Hugging Face name of an expert's gate projection.
+        up: Hugging Face name of an expert's up projection.
+        down: Hugging Face name of an expert's down projection.
     """
     assert a.experts is not None
     expert = f"{block}.experts.{{expert}}."
@@ -177,7 +221,12 @@ def expert_rules(
 def decoder_rules(
     feed_forward: Callable[[Architecture], list[Rule]],
 ) -> Callable[[Architecture], tuple[Rule, ...]]:
-    """Embedding, attention and `feed_forward` of every layer, head."""
+    """Return a function that lists all rules of an architecture, with `feed_forward` in every
+    layer.
+
+    Args:
+        feed_forward: Returns the rules of a layer's feed-forward.
+    """
 
     def rules(a: Architecture) -> tuple[Rule, ...]:
         return (embedding_rule(a), *attention_rules(a), *feed_forward(a), *head_rules(a))

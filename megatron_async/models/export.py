@@ -1,13 +1,13 @@
-"""Megatron shards back to Hugging Face tensors, as a stream of buckets.
+"""Exports the model: turns Megatron shards back into Hugging Face tensors, as a stream of buckets.
 
 Invariants
-- The model is walked once, in one order that every rank derives from the table of rules; nobody
-  holds more than one bucket and one whole parameter beside its own shards.
-- A stage's leader (tensor rank 0 of the first replica) gathers its own stage: tensor shards over
-  the tensor group, experts over the expert group. `stage_tensors` is that walk. To engines each
-  leader sends its own layers (`stage_buckets`); for a file that rank 0 writes, `sender_tensors`
-  forwards every stage to it; `everywhere` gives all of them to every rank.
-- Collective: every rank must exhaust the iterator, whatever it yields there.
+- The model is walked once, in one order that every rank derives from the table of rules. In
+  addition to its own shards, a rank has at most one bucket and one whole parameter in memory.
+- A stage's leader (tensor rank 0 of the first data-parallel replica) gathers its stage: tensor
+  shards over the tensor group, experts over the expert group. `stage_tensors` is that walk. Each
+  leader sends its own layers to engines (`stage_buckets`). For a file that rank 0 writes,
+  `sender_tensors` forwards every stage to rank 0. With `everywhere`, every rank gets all tensors.
+- These iterators are collective: every rank must exhaust them, even if it receives nothing.
 - The tied head of the last stage is a copy and is not exported.
 - Yielded tensors may share memory with parameters; use them before the next optimizer step.
 """
@@ -31,14 +31,21 @@ SENDER = 0
 
 @dataclass(frozen=True)
 class WalkStep:
-    """A parameter in a stage's walk; for experts, one of each expert rank at once."""
+    """One step of the walk over a stage's parameters: one parameter, or one expert of each expert
+    rank.
+
+    Attributes:
+        rule: Rule of the parameter.
+        layer: Global number of its layer.
+        experts: Global numbers of the experts of this step, one for each expert rank.
+    """
 
     rule: Rule
     layer: int
     experts: Sequence[int] = (0,)
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of the Hugging Face tensors that this step yields, in order."""
+        """Generate the name and shape of each Hugging Face tensor of this step, in order."""
         for expert in self.experts:
             yield from zip(
                 self.rule.tensor_names(self.layer, expert), self.rule.shapes, strict=True
@@ -46,20 +53,22 @@ class WalkStep:
 
 
 def stage_walk(architecture: Architecture, stage: int) -> Iterator[WalkStep]:
-    """Walk the parameters that `stage` exports, in order; the same on every rank."""
+    """Generate the steps in which `stage` exports its parameters, in the same order on every
+    rank."""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     experts = range(architecture.experts.num if architecture.experts else 0)
     per_rank = len(experts) // parallel_state.get_expert_model_parallel_world_size()
     for rule, layer in stage_rules(architecture, stage, stages):
         if rule.expert:
-            for parameter_id in range(per_rank):
-                yield WalkStep(rule, layer, experts[parameter_id::per_rank])
+            for local_expert in range(per_rank):
+                yield WalkStep(rule, layer, experts[local_expert::per_rank])
         else:
             yield WalkStep(rule, layer)
 
 
 def stage_leader(stage: int) -> int:
-    """Global rank of a stage's leader: the first of the stage in Megatron's rank order."""
+    """Return the global rank of a stage's leader: the stage's first rank in Megatron's rank
+    order."""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     return stage * (dist.get_world_size() // stages)
 
@@ -68,10 +77,16 @@ def stage_leader(stage: int) -> int:
 def stage_tensors(
     chunks: Sequence[torch.nn.Module], architecture: Architecture, *, everywhere: bool = False
 ) -> Generator[NamedTensor, None, None]:
-    """The Hugging Face tensors of this rank's stage, one walk step at a time.
+    """Generate the name and values of each Hugging Face tensor of this rank's stage, one step at a
+    time.
 
-    Whole tensors on the stage's leader, nothing on the ranks that give it their shards and on those
-    of other replicas. `everywhere`: whole tensors on every rank.
+    The stage's leader gets whole tensors. Other ranks of the stage get nothing, but must iterate to
+    send their shards. Collective.
+
+    Args:
+        chunks: This rank's model chunks.
+        architecture: The architecture of the model.
+        everywhere: Whether every rank of the stage gets whole tensors.
     """
     stage = parallel_state.get_pipeline_model_parallel_rank()
     leader = stage_leader(stage)
@@ -100,7 +115,11 @@ def stage_tensors(
 
 
 def _gather(shard: Tensor, leader: int | None, group: dist.ProcessGroup) -> list[Tensor]:
-    """All shards of the group, in rank order: on the leader, [] elsewhere; on all without one."""
+    """Gather the shards of a parameter from all ranks of `group`; return them in rank order.
+
+    Args:
+        leader: The rank that gets the shards; other ranks get an empty list. None means every rank.
+    """
     size = dist.get_world_size(group)
     if size == 1:
         return [shard]
@@ -123,11 +142,16 @@ def stage_buckets(
     *,
     everywhere: bool = False,
 ) -> Iterator[list[NamedTensor]]:
-    """Yield this stage's own layers in buckets on its leader.
+    """Generate the tensors of this rank's stage in buckets on the stage's leader. Collective.
 
-    Every other rank must iterate too, and gets nothing. `everywhere`: the whole model in the same
-    buckets on every rank, stage after stage. `convert` changes tensors on the way (precision,
-    quantization).
+    Every other rank must iterate too, and gets nothing.
+
+    Args:
+        chunks: This rank's model chunks.
+        architecture: The architecture of the model.
+        bucket_bytes: Size limit of a bucket.
+        convert: Changes the tensors before they are put into buckets (precision, quantization).
+        everywhere: Whether every rank gets the whole model, stage after stage, in the same buckets.
     """
     if everywhere:
         tensors = _everywhere(chunks, architecture)
@@ -140,6 +164,8 @@ def stage_buckets(
 def _everywhere(
     chunks: Sequence[torch.nn.Module], architecture: Architecture
 ) -> Generator[NamedTensor, None, None]:
+    """Generate the name and values of each tensor of the whole model on every rank, stage after
+    stage."""
     group = parallel_state.get_pipeline_model_parallel_group()
     parameter = next(chunks[0].parameters())
     for stage, source in enumerate(dist.get_process_group_ranks(group)):
@@ -161,10 +187,15 @@ def _everywhere(
 def sender_tensors(
     chunks: Sequence[torch.nn.Module], architecture: Architecture, dtype: torch.dtype | None = None
 ) -> Iterator[NamedTensor]:
-    """The whole model tensor by tensor on global rank 0, stage after stage; nothing elsewhere.
+    """Generate the name and values of each tensor of the whole model on global rank 0. Collective.
 
-    Every other rank must iterate too. `dtype` casts on the way; None keeps the parameters'
-    precision.
+    Stages follow one after the other. Every other rank must iterate too, and gets nothing.
+
+    Args:
+        chunks: This rank's model chunks.
+        architecture: The architecture of the model.
+        dtype: Precision to which tensors are cast before they are sent; None keeps that of the
+            parameters.
     """
     parameter = next(chunks[0].parameters())
     dtype = dtype or parameter.dtype
@@ -185,15 +216,16 @@ def sender_tensors(
 
 
 def buckets(tensors: Iterable[NamedTensor], bucket_bytes: int) -> Iterator[list[NamedTensor]]:
-    """Runs of tensors of at most `bucket_bytes`; a larger tensor is a bucket of its own."""
+    """Group consecutive tensors into buckets of at most `bucket_bytes`; a larger tensor is alone in
+    one."""
     bucket: list[NamedTensor] = []
-    held = 0
+    bucket_size = 0
     for name, tensor in tensors:
         size = tensor.numel() * tensor.element_size()
-        if bucket and held + size > bucket_bytes:
+        if bucket and bucket_size + size > bucket_bytes:
             yield bucket
-            bucket, held = [], 0
+            bucket, bucket_size = [], 0
         bucket.append((name, tensor))
-        held += size
+        bucket_size += size
     if bucket:
         yield bucket

@@ -1,8 +1,8 @@
-"""Check, before anything starts, that a model can be laid out over the ranks as set.
+"""Checks, before anything starts, whether a model can be laid out over the ranks as configured.
 
 Invariants
-- Pure and light: no torch, no Megatron, no process group, so the command line can call it first.
-- Every impossible layout is one sentence that names the setting and its value.
+- Pure and light: no torch, no Megatron, no process group, so that the command line can check first.
+- Every impossible layout is reported in one sentence that names the setting and its value.
 """
 
 from megatron_async.config.model import ParallelConfig
@@ -11,11 +11,15 @@ from megatron_async.models.architecture import Architecture
 
 
 def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
-    """Refuse a model that cannot be laid out as `parallel` asks. Raises UserError."""
+    """Check that the model can be divided over the trainer's ranks as `parallel` says.
+
+    Raises:
+        UserError: If it cannot.
+    """
     a, p = architecture, parallel
     if p.context != 1:
         raise UserError(
-            f"parallel.context is {p.context}; only 1 is supported: packed attention over "
+            f"parallel.context is {p.context}; only 1 is supported, since packed attention over "
             "context-parallel ranks is not implemented"
         )
     split = [("num_attention_heads", a.num_heads), ("num_key_value_heads", a.num_kv_heads)]
@@ -28,7 +32,8 @@ def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
             )
     if a.vocab_size < p.tensor * p.tensor:
         raise UserError(
-            f"parallel.tensor is {p.tensor}, too many ranks for a vocabulary of {a.vocab_size}"
+            f"parallel.tensor is {p.tensor}; its square must not exceed the vocabulary size "
+            f"{a.vocab_size}"
         )
     if a.num_layers % p.pipeline:
         raise UserError(
@@ -39,7 +44,11 @@ def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
 
 
 def check_engine_layout(architecture: Architecture, tensor: int) -> None:
-    """Refuse a model that SGLang cannot split over the GPUs of an engine. Raises UserError."""
+    """Check that SGLang can divide the model's heads over the `tensor` GPUs of an engine.
+
+    Raises:
+        UserError: If it cannot.
+    """
     heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
     if heads % tensor or (kv_heads % tensor and tensor % kv_heads):
         raise UserError(
@@ -49,6 +58,11 @@ def check_engine_layout(architecture: Architecture, tensor: int) -> None:
 
 
 def _check_experts(a: Architecture, p: ParallelConfig) -> None:
+    """Check that the experts of the model, if any, can be divided over the trainer's ranks.
+
+    Raises:
+        UserError: If they cannot.
+    """
     if a.experts is None:
         if p.expert != 1:
             raise UserError(f"parallel.expert is {p.expert}, but {a.family} has no experts")
@@ -65,6 +79,6 @@ def _check_experts(a: Architecture, p: ParallelConfig) -> None:
         )
     if p.tensor > 1 and not p.sequence:
         raise UserError(
-            f"parallel.sequence is false, but experts with parallel.tensor {p.tensor} need "
-            "sequence parallelism"
+            f"parallel.sequence is false; experts with parallel.tensor {p.tensor} require "
+            "parallel.sequence: true"
         )

@@ -1,9 +1,9 @@
-"""A Hugging Face safetensors directory into this rank's Megatron shards, slice by slice.
+"""Loads a Hugging Face safetensors directory into this rank's Megatron shards, slice by slice.
 
 Invariants
-- A rank reads only the slices it holds; nothing larger than one shard is in memory beside the
-  model itself.
-- All or nothing is checked first (`model_files.check_tensors`).
+- A rank reads only the slices that its shards need. In addition to the model, at most one shard is
+  in memory.
+- All tensors are checked before the first is loaded (`model_files.check_tensors`).
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,12 @@ from megatron_async.models.shards import split
 def load_hf_weights(chunks: Sequence[torch.nn.Module], model_dir: Path | str) -> None:
     """Fill this rank's parameters from a Hugging Face directory, in the parameters' precision.
 
-    Raises UserError for a missing, damaged or unfitting checkpoint.
+    Args:
+        chunks: This rank's model chunks.
+        model_dir: The Hugging Face directory.
+
+    Raises:
+        UserError: If the weights are missing or damaged, do not fit the model, or are not finite.
     """
     architecture: Architecture = unwrap(chunks[0]).architecture
     with SafetensorsDirectory(model_dir) as directory:
@@ -33,7 +38,7 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], model_dir: Path | str) ->
             )
             if not bool(torch.isfinite(shard).all()):
                 raise UserError(
-                    f"model.path {model_dir}: tensor {placed.tensor_names[0]} holds NaN or "
-                    "infinity; download the model again, or take another checkpoint of it"
+                    f"model.path {model_dir}: tensor {placed.tensor_names[0]} contains NaN or "
+                    "infinity. Download the model again, or use another checkpoint of it"
                 )
             placed.parameter.copy_(shard)

@@ -1,10 +1,11 @@
-"""The safetensors files of a Hugging Face model directory, and whether config.json fits them.
+"""Reads the safetensors files of a Hugging Face model directory, and checks them against
+config.json.
 
 Invariants
 - Checks import neither torch nor Megatron: the command line calls them before anything starts.
-- The numbers of the weights are looked at too: NaN, infinity, and a matrix of zeros are refused.
-- A directory that passes holds every tensor that the model needs, with the expected shape and as
-  floating-point numbers, in files of the length in their headers, and no tensor that the model does
+- The values of the weights are checked too: NaN, infinity and a matrix of zeros are refused.
+- A directory that passes contains every tensor that the model needs, with the expected shape and as
+  floating-point numbers, in files as long as their headers say, and no tensor that the model does
   not know.
 """
 
@@ -31,27 +32,31 @@ if TYPE_CHECKING:
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 VERSION_KEY = "policy_version"
-"""In the metadata of a file that a run has written."""
+"""Key, in the metadata of a file that a run has written, of the weights' policy version."""
 _LFS_POINTER = b"version https://git-lfs"
-# Bits of each type of weight: an unsigned type of its size, and its exponent.
+# For each data type of weights: an unsigned integer type of its size, and the exponent's bit mask.
 _FLOATS: dict[str, tuple[str, int]] = {
     "F64": ("<u8", 0x7FF0 << 48),
     "F32": ("<u4", 0x7F80 << 16),
     "F16": ("<u2", 0x7C00),
     "BF16": ("<u2", 0x7F80),
 }
-_READ_WHOLE_BYTES = 8 << 30  # of a larger model the trainers read the rest, and check it
+# A larger model is checked in part; the trainer ranks check the rest when they load it.
+_READ_WHOLE_BYTES = 8 << 30
 _READ_BYTES_OF_EACH = 1 << 20
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_MAY_BE_ZERO = ("o_proj", "down_proj", ".w2.", ".gate.")  # at the start of a training
+# Matrices that may be zero when a training starts.
+_MAY_BE_ZERO = ("o_proj", "down_proj", ".w2.", ".gate.")
 
 
 class SafetensorsDirectory:
-    """Slices of the tensors in a model directory, from one file or from indexed shards.
+    """Reads slices of the tensors in a model directory, from one file or from files with an index.
 
-    At most `max_open` files are mapped at a time (None: all that were read): what was read of a
-    mapped file counts as this process's memory. `framework`: of what is read, as safetensors calls
-    it; only "pt" imports torch.
+    A context manager, which closes the files.
+
+    Attributes:
+        path: The directory.
+        file_of: Name of the file with each tensor, by the tensor's name.
     """
 
     def __init__(
@@ -61,6 +66,18 @@ class SafetensorsDirectory:
         max_open: int | None = None,
         framework: Literal["pt", "np"] = "pt",
     ) -> None:
+        """Read the names of the tensors.
+
+        Args:
+            model_dir: The directory.
+            max_open: Number of files that are memory-mapped at a time; None means all that were
+                read. The pages read from a mapped file count as memory of this process.
+            framework: Type of the slices that are read, as safetensors names it; only "pt" imports
+                torch.
+
+        Raises:
+            UserError: If the directory has no safetensors, or its index is damaged.
+        """
         self.path = Path(model_dir)
         self._framework = framework
         self._max_open = max_open
@@ -75,46 +92,62 @@ class SafetensorsDirectory:
             self._close_oldest()
 
     def open_all(self) -> None:
-        """Open every file; UserError names one that is missing or damaged."""
+        """Open every file of the directory to check that it can be read.
+
+        Raises:
+            UserError: If a file is missing or damaged; the message names the file.
+        """
         for file in sorted(set(self.file_of.values())):
             self._file(file)
 
     def version(self) -> str:
-        """Return the policy version that a run has exported; empty for any other model."""
+        """Return the policy version of weights that a run has exported; empty for any other
+        model."""
         metadata = self._file(next(iter(self.file_of.values()))).metadata() or {}
         return str(metadata.get(VERSION_KEY, ""))
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of tensor `name`."""
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """Return the tensor's data type as the file names it, such as BF16."""
+        """Return the data type of tensor `name` as the file has it, such as BF16."""
         return str(self._slice(name).get_dtype())
 
     def content(self, name: str) -> memoryview:
-        """Return the tensor's bytes, mapped from its file."""
+        """Return the bytes of tensor `name`, memory-mapped from its file."""
         file = self.path / self.file_of[name]
         header, offset = _header(file)
         start, end = header[name]["data_offsets"]
         return np.memmap(file, np.uint8, "r", offset + start, (end - start,)).data
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """`tensor[start:stop]` for dim 0, `tensor[:, start:stop]` for dim 1."""
+        """Read the slice [start, stop) along axis `dim` (0 or 1) of tensor `name`."""
         piece = self._slice(name)
         tensor: Tensor = piece[start:stop] if dim == 0 else piece[:, start:stop]
         return tensor
 
     def _slice(self, name: str) -> Any:
+        """Return the lazy slice object of tensor `name`.
+
+        Raises:
+            UserError: If the tensor is not in the file that the index names.
+        """
         file = self.file_of[name]
         try:
             return self._file(file).get_slice(name)
         except SafetensorError as error:
             raise UserError(
-                f"model.path {self.path}: {INDEX_FILE} has tensor {name} in {file}, which "
-                "does not hold it"
+                f"model.path {self.path}: {INDEX_FILE} says that tensor {name} is in {file}, which "
+                "does not contain it"
             ) from error
 
     def _file(self, name: str) -> Any:
+        """Return the open file `name`, after opening it if necessary.
+
+        Raises:
+            UserError: If the file is missing or damaged.
+        """
         if name not in self._open:
             path = self.path / name
             if self._max_open is not None and len(self._open) >= self._max_open:
@@ -130,9 +163,16 @@ class SafetensorsDirectory:
         return self._open[name]
 
     def _close_oldest(self) -> None:
+        """Close the file that was opened first."""
         self._open.pop(next(iter(self._open))).__exit__(None, None, None)
 
     def _files(self) -> dict[str, str]:
+        """Return, for each tensor, the name of its file, from the index or else from the single
+        file.
+
+        Raises:
+            UserError: If the directory has no safetensors, or its index is damaged.
+        """
         index = self.path / INDEX_FILE
         if not index.exists():
             if not (self.path / SINGLE_FILE).exists():
@@ -151,26 +191,27 @@ class SafetensorsDirectory:
             if not isinstance(file, str) or file != Path(file).name or not file.isprintable():
                 raise UserError(
                     f"model.path: {index} names {short_repr(file)} as the file of tensor {name}; "
-                    "it must be a file beside it"
+                    "it must be the name of a file in the same directory"
                 )
         return dict(weight_map)
 
 
 def _cause(path: Path, error: Exception) -> str:
-    """Explain a fault of a file of weights, and the remedy, as far as its bytes show it."""
+    """Return why a file of weights cannot be read, and the remedy, as far as its first bytes show
+    it."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         start = file.read(len(_LFS_POINTER))
         if not start:
             return "it is empty (0 bytes); download it again"
         if start == _LFS_POINTER:
-            return "it is a pointer of Git LFS and no weights; run `git lfs pull` where it lies"
+            return "it is a Git LFS pointer, not the weights; run `git lfs pull` in its directory"
     if isinstance(error, SafetensorError):
-        return f"{error}; it is cut off or damaged, download it again"
+        return f"{error}; it is truncated or damaged, download it again"
     return str(error)
 
 
 def expected_tensors(architecture: Architecture) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every Hugging Face tensor of the model."""
+    """Generate the name and shape of every Hugging Face tensor of the model."""
     experts = architecture.experts.num if architecture.experts else 1
     for rule, layer in stage_rules(architecture):
         for expert in range(experts if rule.expert else 1):
@@ -178,74 +219,91 @@ def expected_tensors(architecture: Architecture) -> Iterator[tuple[str, tuple[in
 
 
 def check_tensors(directory: SafetensorsDirectory, architecture: Architecture) -> None:
-    """Raises UserError when a tensor is missing, unknown, or not as config.json describes it."""
+    """Check that a directory has exactly the tensors that config.json describes.
+
+    Raises:
+        UserError: If a tensor is missing, unknown, or has another shape or type.
+    """
     where = f"model.path {directory.path}: tensor"
     expected = {_HEAD} if architecture.tied_head else set()
     for name, shape in expected_tensors(architecture):
         expected.add(name)
         if name not in directory.file_of:
             raise UserError(
-                f"{where} {name} is missing; config.json asks for {architecture.num_layers} "
+                f"{where} {name} is missing; config.json requires {architecture.num_layers} "
                 f"layers of family {architecture.family}"
             )
         if directory.shape(name) != shape:
             raise UserError(
-                f"{where} {name} has shape {directory.shape(name)}, config.json asks for {shape}"
+                f"{where} {name} has shape {directory.shape(name)}; config.json requires {shape}"
             )
         if directory.dtype(name) not in _FLOATS:
             raise UserError(
-                f"{where} {name} holds {directory.dtype(name)}; weights must be one of "
+                f"{where} {name} has data type {directory.dtype(name)}; weights must be one of "
                 f"{', '.join(_FLOATS)}"
             )
     for name in directory.file_of:
         if name not in expected and not name.endswith(".inv_freq"):
             raise UserError(
                 f"{where} {name} is unknown to family {architecture.family} with the "
-                f"{architecture.num_layers} layers that config.json asks for"
+                f"{architecture.num_layers} layers that config.json states"
             )
     if architecture.tied_head and {_HEAD, _EMBEDDING} <= directory.file_of.keys():
         kinds = {(directory.shape(name), directory.dtype(name)) for name in (_HEAD, _EMBEDDING)}
         if len(kinds) > 1 or directory.content(_HEAD) != directory.content(_EMBEDDING):
             raise UserError(
                 f"{where} {_HEAD} differs from {_EMBEDDING}, and config.json has "
-                "tie_word_embeddings true, with which it would be lost. Set tie_word_embeddings to "
+                "tie_word_embeddings true, which ignores that tensor. Set tie_word_embeddings to "
                 "false, or remove the tensor."
             )
 
 
 def check_weights(model_dir: Path | str, architecture: Architecture | None) -> None:
-    """Compare every file of the directory with config.json, and look at the weights.
+    """Check that the files of a model directory can be read, fit config.json and contain sound
+    values.
 
-    `architecture` None: engines alone use the model, of whatever family; its numbers are looked at.
-    Raises UserError. Of a model of more than 8 GiB it reads the beginning of each tensor.
+    Of a model of more than 8 GiB, only the values at the start of each tensor are read.
+
+    Args:
+        model_dir: The model directory.
+        architecture: The architecture that config.json describes. None means a model that only
+            engines use, of any family, whose tensors' names and shapes are not checked.
+
+    Raises:
+        UserError: If a check fails.
     """
     with SafetensorsDirectory(model_dir, framework="np") as directory:
         directory.open_all()
         if architecture is not None:
             check_tensors(directory, architecture)
         files = sorted({directory.path / file for file in directory.file_of.values()})
-    whole = sum(file.stat().st_size for file in files) <= _READ_WHOLE_BYTES
+    read_all = sum(file.stat().st_size for file in files) <= _READ_WHOLE_BYTES
     for file in files:
-        for name, bits, exponent in _bits(file, None if whole else _READ_BYTES_OF_EACH):
+        for name, bits, exponent in _bits(file, None if read_all else _READ_BYTES_OF_EACH):
             _check_numbers(f"model.path: {file}: tensor {name}", name, bits, exponent, architecture)
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """Read the header of a safetensors file, and where its tensors begin."""
+    """Read the header of a safetensors file; return it and the number of the byte after it."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         return json.loads(opened.read(length)), 8 + length
 
 
-def _bits(file: Path, most_bytes: int | None) -> Iterator[tuple[str, npt.NDArray[Any], int]]:
-    """Name, bits and mask of the exponent of each tensor of a safetensors file."""
+def _bits(file: Path, max_bytes: int | None) -> Iterator[tuple[str, npt.NDArray[Any], int]]:
+    """Generate the name, the bits and the exponent mask of each floating-point tensor of a file.
+
+    Args:
+        file: The safetensors file.
+        max_bytes: How many bytes of each tensor are read; None means all.
+    """
     header, offset = _header(file)
     for name, tensor in header.items():
         if name == "__metadata__" or tensor["dtype"] not in _FLOATS:
             continue
         kind, exponent = _FLOATS[tensor["dtype"]]
         start, end = tensor["data_offsets"]
-        size = end - start if most_bytes is None else min(end - start, most_bytes)
+        size = end - start if max_bytes is None else min(end - start, max_bytes)
         count = size // np.dtype(kind).itemsize
         yield name, np.fromfile(file, kind, count, offset=offset + start), exponent
 
@@ -253,12 +311,25 @@ def _bits(file: Path, most_bytes: int | None) -> Iterator[tuple[str, npt.NDArray
 def _check_numbers(
     where: str, name: str, bits: npt.NDArray[Any], exponent: int, architecture: Architecture | None
 ) -> None:
-    remedy = "download the model again, or take another checkpoint of it"
+    """Check that values of tensor `name` are finite, and not all zero unless that is plausible.
+
+    Args:
+        where: The tensor's file and name, for the message.
+        bits: The values' bits as unsigned integers.
+        exponent: Mask of the exponent in those bits.
+        architecture: The model's architecture; None if its family is unknown.
+
+    Raises:
+        UserError: If the check fails.
+    """
+    remedy = "Download the model again, or use another checkpoint of it"
     if bool(((bits & exponent) == exponent).any()):
-        raise UserError(f"{where} holds NaN or infinity; {remedy}")
+        raise UserError(f"{where} contains NaN or infinity. {remedy}")
     if "norm" in name:
         may_be_zero = architecture is None or architecture.zero_centered_norm
     else:
-        may_be_zero = not name.endswith("weight") or any(part in name for part in _MAY_BE_ZERO)
-    if not may_be_zero and bits.size and not bool((bits << 1).any()):  # -0.0 is zero too
-        raise UserError(f"{where} is all zero; {remedy}")
+        may_be_zero = not name.endswith("weight") or any(word in name for word in _MAY_BE_ZERO)
+    if (
+        not may_be_zero and bits.size and not bool((bits << 1).any())
+    ):  # The shift drops the sign of -0.0.
+        raise UserError(f"{where} is all zero. {remedy}")

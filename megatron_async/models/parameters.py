@@ -1,7 +1,7 @@
-"""Map from each parameter of a model chunk to its rule, global layer and expert number.
+"""Maps each parameter of a model chunk to its shard rule, global layer and expert number.
 
 Invariants
-- Every parameter belongs to exactly one rule; one that does not is an error, never skipped.
+- Every parameter has exactly one rule; a parameter without a rule is an error, never skipped.
 """
 
 import re
@@ -24,7 +24,17 @@ _EXPERT = re.compile(
 
 @dataclass(frozen=True, eq=False)
 class PlacedParameter:
-    """A parameter of this rank, its rule, and its shard's position among `size` shards."""
+    """A parameter of this rank with its position in the whole model.
+
+    Attributes:
+        name: Its name in the model chunk.
+        parameter: This rank's shard of the parameter.
+        rule: Its shard rule.
+        layer: Global number of its layer; 0 outside layers.
+        expert: Global number of its expert; 0 outside experts.
+        size: Number of ranks over which tensor parallelism divides the parameter.
+        rank: Number of this rank among them.
+    """
 
     name: str
     parameter: Tensor
@@ -36,11 +46,12 @@ class PlacedParameter:
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
+        """Names of the Hugging Face tensors from which the parameter is made."""
         return self.rule.tensor_names(self.layer, self.expert)
 
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
-    """The model inside data-parallel and precision wrappers."""
+    """Return the model inside data-parallel and precision wrappers."""
     while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
         chunk = inner
     return chunk
@@ -49,7 +60,11 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
 def placed_parameters(
     chunks: Sequence[torch.nn.Module], architecture: Architecture
 ) -> Iterator[PlacedParameter]:
-    """Every parameter of this rank's chunks. Raises KeyError for one without a rule."""
+    """Generate every parameter of this rank's model chunks with its rule, global layer and expert.
+
+    Raises:
+        KeyError: If a parameter has no rule.
+    """
     by_name = {name: rule for rule in rules_of(architecture) for name in rule.parameters}
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -77,6 +92,10 @@ def placed_parameters(
 
 
 def _template(name: str) -> tuple[str, int, int]:
+    """Return a parameter's name as rules write it, and its layer and expert numbers on this rank.
+
+    In a rule's name, the numbers are replaced by `{layer}` and `{expert}`.
+    """
     layer = _LAYER.search(name)
     expert = _EXPERT.search(name)
     template = _EXPERT.sub("{expert}", _LAYER.sub("{layer}", name))

@@ -1,12 +1,12 @@
-"""A Hugging Face model directory written from the running model, atomically and in a stream.
+"""Writes a Hugging Face model directory from the running model, atomically and as a stream.
 
 Invariants
-- The directory appears whole or not at all: everything is written and synced beside it first,
-  then renamed.
-- Rank 0 holds at most one file's worth of tensors (`max_shard_bytes`, or one larger tensor).
+- The directory appears completely or not at all: everything is written and synced in a temporary
+  directory next to it, which is then renamed.
+- Rank 0 has at most the tensors of one file in memory (`max_shard_bytes`, or one larger tensor).
 - Weights have the precision that config.json states, so that HF → Megatron → HF is bit-exact.
-- Every file of weights names the policy version that they are, where they are of a run.
-- Config, tokenizer and chat templates are copied from the directory that the model came from.
+- Every file of a run's weights names their policy version.
+- Config, tokenizer and chat templates are copied from the directory from which the model came.
 """
 
 import json
@@ -40,15 +40,22 @@ def save_hf(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     version: str = "",
 ) -> None:
-    """Write the model to `destination`; called on every rank, rank 0 writes.
+    """Write the model as Hugging Face directory `destination`. Every rank calls it; rank 0 writes.
 
-    `source` is the Hugging Face directory that gives config and tokenizer files, `version` what the
-    weights are in their run. Raises UserError
-    (on every rank, before anything is written) when `destination` exists.
+    Args:
+        chunks: This rank's model chunks.
+        destination: The directory to create.
+        source: The Hugging Face directory whose config and tokenizer files are copied.
+        max_shard_bytes: Size limit of a file.
+        version: Policy version of the weights; empty if they are not from a run.
+
+    Raises:
+        UserError: On every rank, before anything is written, if `destination` exists.
+        CannotWrite: On rank 0, if the disk fails.
     """
     architecture: Architecture = unwrap(chunks[0]).architecture
     destination = Path(destination)
-    # One rank looks, so that all ranks decide alike on a shared file system.
+    # Only one rank checks, so that all ranks decide alike on a shared file system.
     exists = [destination.exists()]
     dist.broadcast_object_list(exists, src=SENDER)
     if exists[0]:
@@ -64,7 +71,7 @@ def save_hf(
 
 
 def checkpoint_dtype(architecture: Architecture) -> torch.dtype:
-    """The precision that config.json states."""
+    """Return the torch dtype that config.json states for the weights."""
     dtype = getattr(torch, architecture.dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -77,9 +84,14 @@ def write_model_directory(
     version: str = "",
     dtype: str | None = None,
 ) -> None:
-    """Each bucket of `stream` becomes one safetensors file of a new directory `destination`.
+    """Write each bucket of `stream` as one safetensors file of the new directory `destination`.
 
-    Config and tokenizer are those of `source`, but for a `dtype`.
+    Args:
+        stream: Buckets of named tensors.
+        destination: The directory to create.
+        source: The Hugging Face directory whose config and tokenizer files are copied.
+        version: Policy version of the weights; empty if they are not from a run.
+        dtype: Precision that the copied config.json states; None leaves it unchanged.
     """
     with new_directory(destination) as partial:
         _write_weights(stream, partial, version)
@@ -93,7 +105,14 @@ def write_model_directory(
 
 @contextmanager
 def new_directory(destination: Path) -> Iterator[Path]:
-    """A directory beside the destination, gone when it was not renamed. Raises CannotWrite."""
+    """Create a temporary directory next to `destination` for the block, which renames it when
+    complete.
+
+    If the block does not rename the directory, it is removed.
+
+    Raises:
+        CannotWrite: If the disk fails in the block.
+    """
     partial = destination.with_name(f".{destination.name}.partial-{os.getpid()}")
     with writing(destination):
         partial.mkdir(parents=True)
@@ -105,7 +124,13 @@ def new_directory(destination: Path) -> Iterator[Path]:
 
 
 def copy_hf_files(source: Path, folder: Path, dtype: str | None = None) -> None:
-    """Copy what lies beside the weights; `dtype` is what config.json of the copy states."""
+    """Copy the files of a model directory other than the weights, such as config and tokenizer.
+
+    Args:
+        source: The model directory.
+        folder: Where the copies are written.
+        dtype: Precision that the copied config.json states; None leaves it unchanged.
+    """
     for path in [*sorted(source.iterdir()), *named_templates(source)]:
         if path.is_file() and path.suffix in COPIED_SUFFIXES and path.name != INDEX_FILE:
             copy = folder / path.relative_to(source)
@@ -119,6 +144,8 @@ def copy_hf_files(source: Path, folder: Path, dtype: str | None = None) -> None:
 
 
 def _write_weights(stream: Iterator[list[NamedTensor]], folder: Path, version: str) -> None:
+    """Write each bucket of tensors to a safetensors file in `folder`, and the index of several
+    files."""
     metadata = {"format": "pt", VERSION_KEY: version}
     names_of_file: list[list[str]] = []
     total = 0
@@ -129,7 +156,7 @@ def _write_weights(stream: Iterator[list[NamedTensor]], folder: Path, version: s
         path = folder / _numbered(len(names_of_file), 0)
         with writing(path), with_default_mode(path):
             save_file(tensors, path, metadata=metadata)
-        # While the next bucket fills, nothing of this one may be left.
+        # Free the tensors before the next bucket fills.
         bucket.clear()
         tensors.clear()
     count = len(names_of_file)
@@ -147,4 +174,5 @@ def _write_weights(stream: Iterator[list[NamedTensor]], folder: Path, version: s
 
 
 def _numbered(number: int, count: int) -> str:
+    """Return the name of file `number` of `count` files of weights."""
     return f"model-{number:05d}-of-{count:05d}.safetensors"

@@ -1,7 +1,7 @@
-"""Shape of a language model as the cost models need it, from a Hugging Face config.json.
+"""Computes parameter counts, bytes and FLOPs of a language model from the sizes in its config.json.
 
 Counts follow the Llama/Qwen decoder: grouped-query attention, gated MLP (or experts), two norms a
-layer; biases and norm weights are left out (below 0.01 % of the parameters).
+layer. Biases and norm weights are ignored (below 0.01 % of the parameters).
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,18 @@ from megatron_async.errors import UserError
 from megatron_async.models.architecture import ConfigReader, read_config_json
 
 BF16 = 2
-"""Bytes of a weight and of a KV entry."""
+"""Bytes of a weight and of an element of the KV cache."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder-only transformer; `experts` 0 = dense, `intermediate` is one expert's."""
+    """Sizes of a decoder-only transformer, and the parameter counts and costs that follow from
+    them.
+
+    Attributes:
+        intermediate: Width of the MLP, or of one expert.
+        experts: Number of experts of a layer; 0 for a dense model.
+    """
 
     hidden: int
     layers: int
@@ -36,23 +42,23 @@ class ModelShape:
 
     @property
     def attention_parameters(self) -> int:
-        """Projections of all layers."""
+        """Number of parameters of the attention projections of all layers."""
         width = self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * self.hidden * width
 
     @property
     def mlp_parameters(self) -> int:
-        """Return the parameters of one expert (or the dense MLP) in all layers."""
+        """Number of parameters of the dense MLP, or of one expert, in all layers."""
         return self.layers * 3 * self.hidden * self.intermediate
 
     @property
     def head_parameters(self) -> int:
-        """The output projection."""
+        """Number of parameters of the output projection."""
         return self.vocab * self.hidden
 
     @property
     def parameters(self) -> int:
-        """Everything that is stored."""
+        """Number of all parameters of the model."""
         router = self.layers * self.hidden * self.experts
         embeddings = self.head_parameters * (1 if self.tied else 2)
         mlp = self.mlp_parameters * max(1, self.experts)
@@ -60,24 +66,25 @@ class ModelShape:
 
     @cached_property
     def active_parameters(self) -> int:
-        """Return the parameters that a token is multiplied with (not the input embedding)."""
+        """Number of parameters with which one token is multiplied (without the input embedding)."""
         mlp = self.mlp_parameters * (self.experts_per_token if self.experts else 1)
         return self.attention_parameters + mlp + self.head_parameters
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of all layers."""
+        """Bytes of the keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * BF16
 
     @cached_property
     def attention_flops_per_token_pair(self) -> int:
-        """Scores and weighted sum for one query and one key, all layers and heads."""
+        """FLOPs of score and weighted sum for one query and one key, over all layers and heads."""
         return 4 * self.layers * self.heads * self.head_dim
 
     def weight_bytes_read(self, batch: float) -> float:
-        """Bytes that a decode step reads; of experts those that one of `batch` tokens uses.
+        """Return the bytes of weights that one decode step of `batch` tokens reads.
 
-        Assumes that routing is uniform and independent.
+        Of the experts, those that at least one token uses are read, with uniform and independent
+        routing (assumed).
         """
         if not self.experts:
             return BF16 * self.active_parameters
@@ -104,10 +111,14 @@ SHAPES: Final = MappingProxyType(
 
 
 def shape_of(config: RunConfig) -> ModelShape:
-    """Return the shape of a run's model. Raises UserError where it is not known.
+    """Return the sizes of a run's model, from its config.json or those of a known public model.
 
-    A simulation may name it. Otherwise it is that of the config.json in `model.path` or, where the
-    directory does not exist on this machine, of the public model that its name contains.
+    A simulation may name a public model (`simulate.model`). Otherwise the sizes come from the
+    config.json in `model.path` or, if that directory does not exist on this machine, from the
+    public model whose name it contains.
+
+    Raises:
+        UserError: If the sizes cannot be found.
     """
     name = config.simulate.model if isinstance(config, SimulationConfig) else ""
     if name:
@@ -122,16 +133,22 @@ def shape_of(config: RunConfig) -> ModelShape:
     if public and not folder.exists():
         return public[0]
     raise UserError(
-        f"the shape of the model is not known: model.path {config.model.path!r} has no "
-        "config.json, which suffices without weights, and its name contains none of "
+        f"the sizes of the model are not known: model.path {config.model.path!r} has no "
+        "config.json (which is enough, without weights), and its name contains none of "
         f"{', '.join(SHAPES)}; a simulation may set simulate.model to one of them"
     )
 
 
 def shape_from_config(data: dict[str, Any], path: Path) -> ModelShape:
-    """The shape in a config.json, also of families that the trainer does not know.
+    """Return the sizes that a parsed config.json states, even for families the trainer does not
+    support.
 
-    Raises UserError naming what is missing.
+    Args:
+        data: The parsed config.json.
+        path: The file, for error messages.
+
+    Raises:
+        UserError: If a size is missing or invalid.
     """
     outer = ConfigReader(data, "the simulator", f"model.path: {path}")
     inner = outer.mapping("text_config", data.get("text_config", data))

@@ -1,13 +1,13 @@
-"""Shard rules: how one Megatron parameter is made of Hugging Face tensors, and back.
+"""Provides shard rules: how a Megatron parameter is made from Hugging Face tensors, and back.
 
 Invariants
 - `merge(layout, [split(..., rank) for rank in ranks])` is the identity, bit for bit.
-- A split reads only the rows or columns that its rank holds.
-- The rules alone need no torch: the command line reads them before anything starts.
-- Megatron's layouts: fused QKV holds, for each key/value head, its query heads, the key head and
-  the value head, so that a tensor rank's share is a run of whole groups; fused gate/up holds, on
-  each tensor rank, that rank's gate rows and then its up rows; the vocabulary is padded with
-  zero rows to a multiple of the tensor size.
+- A split reads only the rows or columns of its rank.
+- The rules do not need torch: the command line reads them before anything starts.
+- Megatron's layouts: fused QKV has, for each key/value head, its query heads, the key head and the
+  value head, so that a tensor rank's share is a number of consecutive groups. Fused gate/up has, on
+  each tensor rank, that rank's gate rows and then its up rows. The vocabulary is padded with zero
+  rows to a multiple of the tensor size.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ReadSlice = Callable[[str, int, int, int], "Tensor"]
-"""`read(name, dim, start, stop)`: that slice of a Hugging Face tensor."""
+"""`read(name, dim, start, stop)` returns the slice [start, stop) along axis `dim` of tensor
+`name`."""
 
 
 class ShardLayout(Enum):
-    """Sharding of a parameter by Megatron under tensor parallelism."""
+    """How Megatron's tensor parallelism divides a parameter."""
 
     REPLICATED = "replicated"
     ROWS = "rows"
@@ -34,7 +35,8 @@ class ShardLayout(Enum):
 
 
 class LayerPosition(Enum):
-    """Pipeline stage that holds a parameter."""
+    """Where in the pipeline a parameter is: in the first stage, in each layer, or in the last
+    stage."""
 
     FIRST = "first"
     LAYER = "layer"
@@ -43,11 +45,19 @@ class LayerPosition(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """A Megatron parameter, its names with local and with Transformer Engine layers.
+    """How one Megatron parameter is made from Hugging Face tensors and divided over tensor ranks.
 
-    `parameters` and `tensors` hold `{layer}` (and `{expert}`) where numbered. `shapes` are those
-    of the Hugging Face tensors. `groups` is the number of key/value heads of a QKV layout.
-    `exported` is False for a copy (the tied head of the last stage).
+    Attributes:
+        parameters: Names of the parameter in local and in Transformer Engine layers, with `{layer}`
+            and `{expert}` in place of numbers.
+        tensors: Names of the Hugging Face tensors, likewise.
+        shapes: Shapes of the Hugging Face tensors.
+        layout: How tensor ranks divide the parameter.
+        place: Where in the pipeline the parameter is.
+        groups: Number of key/value heads of a QKV layout.
+        expert: Whether each expert has such a parameter.
+        exported: Whether the parameter is exported; False for a copy (the tied head of the last
+            stage).
     """
 
     parameters: tuple[str, ...]
@@ -61,16 +71,26 @@ class Rule:
 
     @property
     def is_matrix(self) -> bool:
-        """Return whether it is a weight of a layer with two dimensions, which Muon updates."""
+        """Whether the parameter is a two-dimensional weight of a layer, which the Muon optimizer
+        updates."""
         return self.place is LayerPosition.LAYER and len(self.shapes[0]) == 2
 
     def tensor_names(self, layer: int, expert: int) -> tuple[str, ...]:
-        """The Hugging Face names of layer `layer` (and expert `expert`), both global numbers."""
+        """Return the Hugging Face names of the rule's tensors in `layer` and `expert`, both global
+        numbers."""
         return tuple(name.format(layer=layer, expert=expert) for name in self.tensors)
 
 
 def split(rule: Rule, names: Sequence[str], read: ReadSlice, size: int, rank: int) -> "Tensor":
-    """Tensor rank `rank`'s shard of the parameter, read slice by slice."""
+    """Return the shard of tensor rank `rank` of a parameter, read slice by slice.
+
+    Args:
+        rule: Rule of the parameter.
+        names: Names of its Hugging Face tensors.
+        read: Reads a slice of a tensor.
+        size: Number of tensor ranks.
+        rank: Number of the tensor rank.
+    """
     if rule.layout is ShardLayout.REPLICATED:
         return read(names[0], 0, 0, rule.shapes[0][0])
     if rule.layout is ShardLayout.COLUMNS:
@@ -78,18 +98,19 @@ def split(rule: Rule, names: Sequence[str], read: ReadSlice, size: int, rank: in
         return read(names[0], 1, rank * width, (rank + 1) * width)
     if rule.layout is ShardLayout.VOCAB:
         return _split_vocab(rule, names[0], read, size, rank)
-    parts = []
+    slices = []
     for name, shape in zip(names, rule.shapes, strict=True):
         rows = shape[0] // size
-        parts.append(read(name, 0, rank * rows, (rank + 1) * rows))
+        slices.append(read(name, 0, rank * rows, (rank + 1) * rows))
     if rule.layout is ShardLayout.QKV:
         groups = rule.groups // size
-        parts = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
-        return _concatenate(parts, 1).flatten(0, 1)
-    return _concatenate(parts, 0)
+        slices = [tensor.reshape(groups, -1, *tensor.shape[1:]) for tensor in slices]
+        return _concatenate(slices, 1).flatten(0, 1)
+    return _concatenate(slices, 0)
 
 
 def _split_vocab(rule: Rule, name: str, read: ReadSlice, size: int, rank: int) -> "Tensor":
+    """Return rank `rank`'s rows of the embedding or head, padded with zero rows to equal shares."""
     vocab = rule.shapes[0][0]
     rows = -(-vocab // size)
     start, stop = min(rank * rows, vocab), min((rank + 1) * rows, vocab)
@@ -101,7 +122,8 @@ def _split_vocab(rule: Rule, name: str, read: ReadSlice, size: int, rank: int) -
 
 
 def merge(rule: Rule, shards: Sequence["Tensor"]) -> "tuple[Tensor, ...]":
-    """The Hugging Face tensors from the shards of all tensor ranks, in rank order."""
+    """Return the Hugging Face tensors of a parameter, made from the shards of all tensor ranks in
+    order."""
     if rule.layout is ShardLayout.REPLICATED:
         return (shards[0],)
     if rule.layout is ShardLayout.COLUMNS:
@@ -115,11 +137,12 @@ def merge(rule: Rule, shards: Sequence["Tensor"]) -> "tuple[Tensor, ...]":
     if rule.layout is ShardLayout.QKV:
         grouped = whole.reshape(rule.groups, -1, *whole.shape[1:])
         rows = [shape[0] // rule.groups for shape in rule.shapes]
-        return tuple(part.flatten(0, 1) for part in grouped.split(rows, dim=1))
+        return tuple(tensor.flatten(0, 1) for tensor in grouped.split(rows, dim=1))
     return (whole,)
 
 
 def _concatenate(shards: Sequence["Tensor"], dim: int) -> "Tensor":
+    """Return the concatenation of `shards` along axis `dim`; a single shard is not copied."""
     if len(shards) == 1:
         return shards[0]
     import torch

@@ -1,19 +1,19 @@
 """Builds the quickstart's model: a Qwen3 of one to three million parameters, with random weights.
 
-Its character tokenizer is in Hugging Face format, for models that are trained from nothing.
+Its character tokenizer is in Hugging Face format, for models that are trained from scratch.
 
 Invariants
 - The same `TinyModel` and seed give the same bytes of weights, whatever the thread count.
-- Heads, KV heads, hidden size, feed-forward size and vocabulary divide by two, so that TP=2 works.
-- The directory is complete before it appears: it is written beside its place and renamed, so a
-  killed build never leaves half a model.
-- One token per character: printable ASCII, newline and tab; anything else is `<unk>`.
+- Heads, KV heads, hidden size, feed-forward size and vocabulary are even, so that TP=2 works.
+- The directory is complete before it appears: it is written under a temporary name and renamed, so
+  that a killed build never leaves a partial model.
+- Each character is one token: printable ASCII, newline and tab; any other character is `<unk>`.
 - `decode(encode(text)) == text` for every text of those characters that spells no special token.
 - Ids never change: a checkpoint of one run loads with the tokenizer of another.
 - The vocabulary has exactly `VOCAB_SIZE` rows, a multiple of 128, so that it divides over
-  tensor-parallel ranks without Megatron padding it; rows without a character are never encoded.
-- The directory that `write_character_tokenizer` leaves is read by `AutoTokenizer` and by SGLang,
-  offline and without code of ours.
+  tensor-parallel ranks without padding by Megatron; rows without a character are never encoded.
+- `AutoTokenizer` and SGLang read the directory that `write_character_tokenizer` leaves, offline and
+  without project-defined code.
 """
 
 import os
@@ -46,14 +46,16 @@ CHARACTERS: Final = (
 
 
 def character_vocabulary() -> dict[str, int]:
-    """Token text to id: three specials, the characters, then unused rows up to `VOCAB_SIZE`."""
+    """Return the id of each token: three special tokens, the characters, then unused ones to
+    `VOCAB_SIZE`."""
     tokens = [PAD_TOKEN, EOS_TOKEN, UNK_TOKEN, *CHARACTERS]
     tokens += [f"<unused{i}>" for i in range(VOCAB_SIZE - len(tokens))]
     return {token: index for index, token in enumerate(tokens)}
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer itself. It adds no special token of its own to what it encodes."""
+    """Return a tokenizer with one token for each character, which adds no special tokens to a
+    text."""
     backend = Tokenizer(models.BPE(vocab=character_vocabulary(), merges=[], unk_token=UNK_TOKEN))
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens(
@@ -70,7 +72,8 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_character_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
-    """Write `tokenizer.json` and `tokenizer_config.json` into `directory`, which must exist."""
+    """Write the files of the character tokenizer into the existing `directory`; return the
+    tokenizer."""
     tokenizer = character_tokenizer()
     tokenizer.save_pretrained(str(directory))
     return tokenizer
@@ -78,7 +81,11 @@ def write_character_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True)
 class TinyModel:
-    """Shape of the model. `init_std`: standard deviation of all matrices at the start."""
+    """Sizes of the quickstart's model.
+
+    Attributes:
+        init_std: Standard deviation of the initial values of all matrices.
+    """
 
     hidden_size: int = 160
     layers: int = 4
@@ -89,7 +96,8 @@ class TinyModel:
     init_std: float = 0.05
 
     def config(self) -> Qwen3Config:
-        """The Hugging Face configuration (tied embeddings, no chat template, no sliding window)."""
+        """Return the Hugging Face configuration (tied embeddings, no chat template, no sliding
+        window)."""
         return Qwen3Config(
             vocab_size=VOCAB_SIZE,
             hidden_size=self.hidden_size,
@@ -110,9 +118,15 @@ class TinyModel:
 
 
 def build_tiny_model(directory: Path, seed: int, shape: TinyModel | None = None) -> int:
-    """Write weights, config and tokenizer into the new `directory`; the number of parameters.
+    """Write weights, config and tokenizer to a new `directory`; return the number of parameters.
 
-    Raises UserError when `directory` exists already.
+    Args:
+        directory: The directory to create.
+        seed: Seed of the weights.
+        shape: Sizes of the model; None means the defaults of `TinyModel`.
+
+    Raises:
+        UserError: If `directory` exists.
     """
     if directory.exists():
         raise UserError(f"model directory {directory} exists already")
@@ -129,7 +143,10 @@ def build_tiny_model(directory: Path, seed: int, shape: TinyModel | None = None)
 
 
 def random_model(shape: TinyModel, seed: int) -> Qwen3ForCausalLM:
-    """Fresh weights: normal matrices, norms one. Leaves the global random state as it was."""
+    """Return a model with new weights: matrices from a normal distribution, norms one.
+
+    The global random state is unchanged.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(shape.config())

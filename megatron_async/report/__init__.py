@@ -1,6 +1,7 @@
-"""Pages that show a run: its figures, and the life of every request.
+"""Shows a run as a page with figures, and as a trace of every request.
 
-- data: what the page shows, read from the run's files. page: the page, a file that loads nothing.
-- panels: its figures.
-- trace: the life of every request, from recorded events, for Perfetto.
+- data: reads the run's files into the values that the page shows.
+- page: builds the page, a file that loads nothing.
+- panels: the page's figures.
+- trace: spans of every request, from recorded events, for Perfetto.
 """

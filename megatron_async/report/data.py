@@ -1,7 +1,7 @@
-"""Read what a report shows of a run: its metrics, warnings and a few trajectories, as plain values.
+"""Reads a run's metrics, warnings and some of its trajectories as the plain values of a report.
 
 Invariants
-- Reads the run directory and writes nothing; a run that still goes on can be looked at.
+- The run directory is only read, so that a report about a running run is possible.
 - A run without evaluations, or without the metric of a curve, is shown without them.
 """
 
@@ -45,9 +45,13 @@ _EPISODE_ENDS = {
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of a response by one author; `version` is None for the environment.
+    """Consecutive text of a response by one author.
 
-    `heading`: stands above it, where it begins a turn.
+    Attributes:
+        version: Policy version that wrote the text; None for the environment.
+        engine: Id of the engine that generated the text.
+        tokens: Number of tokens of the text.
+        heading: Heading to show above the text, where a turn begins; otherwise empty.
     """
 
     text: str
@@ -59,7 +63,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class ReportSample:
-    """A trajectory to look at, and why it was chosen."""
+    """A trajectory or evaluated response that the report shows.
+
+    Attributes:
+        why: Reason for which it was chosen.
+        facts: Its reward, length and other facts in words.
+        prompt: Text of its prompt.
+        pieces: Text of its response, by author.
+    """
 
     why: str
     facts: str
@@ -69,10 +80,10 @@ class ReportSample:
 
 @dataclass(frozen=True)
 class RunData:
-    """Everything that the page shows of a run.
+    """All values that the report shows of a run.
 
     Attributes:
-        settings: the choices that define the run, and its machine, by name.
+        settings: The settings that define the run, and its machine, by name.
     """
 
     name: str
@@ -83,16 +94,20 @@ class RunData:
     warnings: list[dict[str, Any]]
     samples: tuple[ReportSample, ...]
     episode_endings: Mapping[tuple[str, int], int] = field(default_factory=dict)
-    """Episodes by how they ended and after how many turns."""
+    """Number of episodes for each way in which they ended and number of turns."""
 
     @property
     def began(self) -> float:
-        """Seconds since the epoch at the end of the first step, or 0."""
+        """Seconds since the epoch at the end of the first step; 0 without any step."""
         return min((line["time"] for line in (*self.train, *self.evaluations)), default=0.0)
 
 
 def read_run(path: Path) -> RunData:
-    """Read the files of a run. Raises UserError when there is no run."""
+    """Read the files of the run at `path` into the values of its report.
+
+    Raises:
+        UserError: If there is no run.
+    """
     directory, config = RunDirectory.find(path, [])
     train = read_metrics(directory.metrics_file)
     tokenizers = (Path(config.model.path), directory.hf_export)
@@ -110,7 +125,7 @@ def read_run(path: Path) -> RunData:
 
 
 def _settings(config: RunConfig, metrics_file: Path) -> Iterator[tuple[str, str]]:
-    """Yield name and text of what defines the run."""
+    """Generate the name and text of each setting that defines the run, and of its machine."""
     schedule, optimizer = config.schedule, config.optimizer
     yield "model", "/".join(Path(config.model.checkpoint or config.model.path).parts[-2:])
     batch = f"{schedule.groups_per_batch} groups of {schedule.group_size}"
@@ -122,10 +137,10 @@ def _settings(config: RunConfig, metrics_file: Path) -> Iterator[tuple[str, str]
 
 
 def _decoder(models: Sequence[Path]) -> Callable[[Sequence[int]], str]:
-    """Return the function from tokens to text, by the first of these models that has a tokenizer.
+    """Return a function from tokens to text, by the first of these models that has a tokenizer.
 
     A relative path is found only from the directory in which the run was started. Without any
-    tokenizer the text is the number of tokens.
+    tokenizer the text says only the number of tokens.
     """
     for model in models:
         with suppress(UserError):
@@ -139,7 +154,12 @@ def _decoder(models: Sequence[Path]) -> Callable[[Sequence[int]], str]:
 def _trajectories(
     directory: RunDirectory, decode: Callable[[Sequence[int]], str]
 ) -> tuple[tuple[ReportSample, ...], Counter[tuple[str, int]]]:
-    """Some to look at, and where episodes ended."""
+    """Return some trajectories of a run to show, and how its episodes ended, counted.
+
+    Args:
+        directory: The run directory.
+        decode: Turns tokens into text.
+    """
     if not has_store(directory.store_file):
         return (), Counter()
     with closing(StoreReader(directory.store_file)) as reader, reader.at_one_moment():
@@ -152,6 +172,7 @@ def _trajectories(
 
 
 def _ending(episode: TrajectorySummary) -> tuple[str, int] | None:
+    """Return how an episode ended, in words, and its number of turns; None if it has not ended."""
     if not episode.turn_count:
         return None
     if episode.drop_reason is not None:
@@ -162,7 +183,12 @@ def _ending(episode: TrajectorySummary) -> tuple[str, int] | None:
 
 
 def _evaluated(folder: Path) -> Iterator[ReportSample]:
-    """The response of least reward, and the first ones, of each set's newest evaluation."""
+    """Generate, for each set's newest evaluation, the response with the lowest reward and the first
+    ones.
+
+    Args:
+        folder: The run's `evaluations/`.
+    """
     newest = {
         file.name.rpartition("-")[0]: file for file in sorted(folder.glob("*-*.jsonl"), key=_step)
     }
@@ -170,18 +196,25 @@ def _evaluated(folder: Path) -> Iterator[ReportSample]:
         rows = list(json_lines(file.read_bytes()))
         worst = min(range(len(rows)), key=lambda i: rows[i].get("reward") or 0.0, default=0)
         for row in [*rows[worst : worst + 1], *rows[:worst], *rows[worst + 1 :]][:_MOST_ROWS]:
-            prompt = row.get("prompt") or row.get("question", "")  # older versions kept no prompt
+            prompt = row.get("prompt") or row.get(
+                "question", ""
+            )  # Older versions stored no prompt.
             written = [_version(PolicyVersion.parse(text)) for text in row.get("versions", ())]
             author = " and ".join(written) or f"version {_step(file)}"
             piece = Piece(_cut(row.get("response", "")), author, tokens=row.get("tokens", 0))
             pieces: tuple[Piece, ...] = (piece,)
-            if row.get("messages"):  # which begin with the prompt
+            # The messages begin with the prompt.
+            if row.get("messages"):
                 prompt, pieces = "", _pieces_of(row["messages"], author)
             yield ReportSample(f"evaluation {name}", _facts(row), _cut(prompt), pieces)
 
 
 def _pieces_of(messages: Sequence[Mapping[str, Any]], author: str) -> tuple[Piece, ...]:
-    """A conversation: each message under its role."""
+    """Return the messages of a conversation, each with its role as heading.
+
+    Args:
+        author: The policy version that wrote the assistant's messages.
+    """
     shown = messages[: 2 * _MOST_TURNS]
     return tuple(
         Piece(_cut(m["content"]), author if m["role"] == "assistant" else None, heading=m["role"])
@@ -190,13 +223,13 @@ def _pieces_of(messages: Sequence[Mapping[str, Any]], author: str) -> tuple[Piec
 
 
 def _facts(row: dict[str, Any]) -> str:
-    """Describe in words what an evaluation has found about a response."""
+    """Return reward, score components and faults of an evaluated response in words."""
     reward, answer = row.get("reward"), row.get("answer")
     facts = ["no score" if reward is None else f"reward {reward:.3g}"]
-    parts = {k: v for k, v in row.get("parts", {}).items() if (k, v) != ("score", reward)}
-    if parts.pop("answered", 1) == 0:
+    components = {k: v for k, v in row.get("parts", {}).items() if (k, v) != ("score", reward)}
+    if components.pop("answered", 1) == 0:
         facts.append("no answer found")
-    for name, value in parts.items():
+    for name, value in components.items():
         fault = name in SCORER_FAULTS
         facts.append(name.replace("_", " ") if fault else f"{name} {value:.3g}")
     if answer:
@@ -207,23 +240,28 @@ def _facts(row: dict[str, Any]) -> str:
 
 
 def _version(version: PolicyVersion) -> str:
+    """Return a policy version in words."""
     name = f"version {version.number}"
     return f"{name} (lineage {version.lineage})" if version.lineage else name
 
 
 def _cut(text: str, most: int = _MOST_CHARACTERS) -> str:
+    """Return `text`, shortened to `most` characters."""
     return text if len(text) <= most else f"{text[:most]} …"
 
 
 def _step(file: Path) -> int:
+    """Return the step in the name of an evaluation's file; -1 if the name has none."""
     number = file.stem.rpartition("-")[2]
     return int(number) if number.isdecimal() else -1
 
 
 def _chosen(summaries: Sequence[TrajectorySummary]) -> list[tuple[str, TrajectorySummary]]:
-    """Best, worst, longest and most resumed of those with a reward, the newest where equal.
+    """Choose the trajectories with a reward that the report shows; return each with the reason.
 
-    Of episodes best, worst and a random one, always the same of the same ones.
+    They are those with the highest and lowest reward, most tokens and most policy versions; of
+    equal ones the newest. Of episodes they are those with highest and lowest reward and a random
+    one, which is always the same for the same number of episodes.
     """
     scored = sorted((s for s in summaries if s.reward is not None), key=lambda s: s.trajectory_id)
     if not scored:
@@ -243,6 +281,7 @@ def _chosen(summaries: Sequence[TrajectorySummary]) -> list[tuple[str, Trajector
 
 
 def _sample(why: str, found: Trajectory, decode: Callable[[Sequence[int]], str]) -> ReportSample:
+    """Return a trajectory as the report shows it, with the reason `why` it was chosen."""
     if found.turns:
         return _episode(why, found, decode)
     ended = "unfinished" if found.finish_reason is None else _ENDS[found.finish_reason]
@@ -256,17 +295,20 @@ def _sample(why: str, found: Trajectory, decode: Callable[[Sequence[int]], str])
 
 
 def _counted(things: Sequence[object], what: str) -> str:
+    """Return the number of things in words, such as `1 segment` or `2 segments`."""
     return f"{len(things)} {what}" if len(things) == 1 else f"{len(things)} {what}s"
 
 
 def _piece(segment: Segment, decode: Callable[[Sequence[int]], str]) -> Piece:
+    """Return the text of a segment with its author."""
     version = None if segment.from_environment else _version(segment.version)
     text = _cut(decode(segment.token_ids.tolist()))
     return Piece(text, version, segment.engine_id, len(segment))
 
 
 def _episode(why: str, found: Trajectory, decode: Callable[[Sequence[int]], str]) -> ReportSample:
-    """An episode turn by turn."""
+    """Return an episode as the report shows it: turn by turn, with the reason `why` it was
+    chosen."""
     ended = found.finish_reason and f"ended {_EPISODE_ENDS[found.finish_reason]}"
     step = "" if found.batched_step is None else f", trained in step {found.batched_step}"
     facts = (
@@ -276,8 +318,8 @@ def _episode(why: str, found: Trajectory, decode: Callable[[Sequence[int]], str]
     )
     pieces: list[Piece] = []
     for turn in found.turns[:_MOST_TURNS]:
-        parts = [_piece(segment, decode) for segment in found.segments_of(turn)]
-        first, *rest = parts or [Piece("", None)]
+        of_turn = [_piece(segment, decode) for segment in found.segments_of(turn)]
+        first, *rest = of_turn or [Piece("", None)]
         heading = f"turn {turn.number}"
         if turn.parent is not None and turn.parent != turn.number - 1:
             heading += f", after turn {turn.parent}"

@@ -1,9 +1,9 @@
-"""A self-contained HTML page about one run, or several side by side.
+"""Builds a self-contained HTML page about one run, or about several runs next to each other.
 
 Invariants
-- The page loads nothing: plotly's script is part of it (4.8 MB), and so is every value.
-- What comes from a run (prompts, responses, messages) is escaped.
-- It follows the system's light or dark; on paper it is light.
+- The page loads nothing: it contains plotly's script (4.8 MB) and every value.
+- Text that comes from a run (prompts, responses, messages) is escaped.
+- Colors follow the system's light or dark mode; on paper they are light.
 """
 
 import html
@@ -39,7 +39,8 @@ pre { white-space: pre-wrap; margin: 6px 0; font-size: 12px; } pre:empty { displ
 .good { margin: 0; font-size: 12px; opacity: .75; }
 .quiet { opacity: .75; } @media (max-width: 800px) { .grid { grid-template-columns: 1fr; } }
 """
-# plotly draws in fixed colors: text follows the page's, also when that changes or is printed.
+# plotly draws in fixed colors, so this script gives its text the page's color, also when the color
+# scheme changes or the page is printed.
 _SCRIPT = """
 const dark = matchMedia('(prefers-color-scheme: dark)'), printing = matchMedia('print');
 function recolor() {
@@ -54,7 +55,7 @@ document.body.dataset.ready = 'yes';
 
 
 def report_page(runs: Sequence[RunData]) -> str:
-    """The page as text."""
+    """Return the HTML of a page about these runs."""
     names = " and ".join(html.escape(run.name) for run in runs)
     made = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     sections = [
@@ -76,6 +77,7 @@ def report_page(runs: Sequence[RunData]) -> str:
 
 
 def _totals(runs: Sequence[RunData]) -> str:
+    """Return the HTML of a table with settings and totals, one column for each run."""
     columns = [
         {**run.settings, **dict(run.summary.facts()), "warnings": str(len(run.warnings))}
         for run in runs
@@ -93,7 +95,10 @@ def _wrapping(text: str) -> str:
 
 
 def _figures(runs: Sequence[RunData]) -> str:
-    """Two columns for one run; a column each, with the same axes, for several."""
+    """Return the HTML of all figures: in two columns for one run, in a column per run for several.
+
+    Figures of several runs have the same axes.
+    """
     cells = []
     for number, panel in enumerate(PANELS):
         row = [panel.figure(run) for run in runs]
@@ -104,6 +109,7 @@ def _figures(runs: Sequence[RunData]) -> str:
 
 
 def _same_axes(figures: Sequence[Figure]) -> None:
+    """Give figures of the same panel the same range of values, unless it is logarithmic."""
     if len(figures) < 2 or figures[0].layout.yaxis.type == "log":
         return
     low = min((bound for figure in figures for bound in _extent(figure)), default=0.0)
@@ -113,7 +119,11 @@ def _same_axes(figures: Sequence[Figure]) -> None:
 
 
 def _extent(figure: Figure) -> tuple[float, ...]:
-    """Lowest and highest drawn value: of stacks their sum, of error bars their ends."""
+    """Return the lowest and the highest drawn value: of stacks their sum, of error bars their upper
+    ends.
+
+    The result is empty if nothing is drawn.
+    """
     ends: list[float] = []
     stacks: defaultdict[float, float] = defaultdict(float)
     for trace in figure.data:
@@ -129,20 +139,29 @@ def _extent(figure: Figure) -> tuple[float, ...]:
 
 
 def _cell(figure: Figure | None, good: str, name: str) -> str:
+    """Return the HTML of one figure with its title, or of the note that the run has no such
+    metrics.
+
+    Args:
+        good: Description of a good curve.
+        name: Id of the HTML element.
+    """
     if figure is None:
         return "<div class=none>this run has no such metrics</div>"
-    title, figure.layout.title = figure.layout.title.text, None  # of HTML: a long one wraps
+    title, figure.layout.title = figure.layout.title.text, None  # As HTML, a long title wraps.
     config = {"displaylogo": False, "responsive": True, "displayModeBar": False}
     drawn = figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=config)
     return f"<div><h3>{title}</h3><p class=good>Good: {good}</p>{drawn}</div>"
 
 
-def _columns(runs: Sequence[RunData], part: Callable[[RunData], str]) -> str:
-    columns = "".join(f"<div>{part(run)}</div>" for run in runs)
+def _columns(runs: Sequence[RunData], section: Callable[[RunData], str]) -> str:
+    """Return the HTML of `section` for every run, next to each other."""
+    columns = "".join(f"<div>{section(run)}</div>" for run in runs)
     return f'<div class=grid style="--columns:{len(runs)}">{columns}</div>'
 
 
 def _warnings(run: RunData) -> str:
+    """Return the HTML of a run's list of warnings."""
     if not run.warnings:
         return "<p class=quiet>none</p>"
     rows = "".join(
@@ -154,17 +173,19 @@ def _warnings(run: RunData) -> str:
 
 
 def _with_code(message: str) -> str:
+    """Return a message as HTML, with text in backticks as code."""
     return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(message))
 
 
 def _samples(run: RunData) -> str:
+    """Return the HTML of all samples of a run."""
     if not run.samples:
         return "<p class=quiet>no trajectory has a reward yet</p>"
     return "".join(_sample(sample) for sample in run.samples)
 
 
 def _sample(sample: ReportSample) -> str:
-    """HTML of a prompt and its response, with a color for each policy version."""
+    """Return the HTML of a prompt and its response, with a color for each policy version."""
     versions = dict.fromkeys(piece.version for piece in sample.pieces)
     colors = dict(zip(versions, itertools.cycle(COLORS), strict=False))
 
@@ -188,9 +209,11 @@ def _sample(sample: ReportSample) -> str:
 
 
 def _heading(text: str) -> str:
+    """Return the HTML of a heading inside a response; empty if there is none."""
     return f"</pre><div class=quiet>{html.escape(text)}</div><pre>" if text else ""
 
 
 def _author(version: str | None, engine: str) -> str:
+    """Return in words who wrote a text: the environment, or a policy version on an engine."""
     written = "environment" if version is None else f"policy {version}"
     return f"{written} on {engine}" if engine else written

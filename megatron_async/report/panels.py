@@ -1,9 +1,9 @@
-"""The figures of a report: which metrics each shows, in which unit, and how they are drawn.
+"""Defines a report's figures: the metrics that each shows, their unit, and how they are drawn.
 
 Invariants
-- One quantity to an axis; every panel has a title and a unit.
+- Each axis shows one quantity; every panel has a title and a unit.
 - Metrics that a run does not have are omitted, and so are empty panels.
-- Steps have their numbers of metrics.jsonl, from 0.
+- Steps have the numbers of metrics.jsonl, from 0.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from megatron_async.report.data import RunData
 from megatron_async.scoring.interface import SCORE_FAILURES
 from megatron_async.telemetry.metrics import TRAINER_PHASES, evaluated_sets
 
-# Okabe and Ito: distinct with every kind of color vision, on white and on black.
+# Colors of Okabe and Ito: distinct with every kind of color vision, on white and on black.
 COLORS: Final = (
     "#0072B2",
     "#E69F00",
@@ -33,15 +33,17 @@ _HEIGHT: Final = 236
 _MARGINS: Final = {"l": 58, "r": 12, "t": 10, "b": 62}
 _AT_BOTTOM: Final = {"yref": "container", "y": 0, "yanchor": "bottom", "traceorder": "normal"}
 _MOST_LAG: Final = 8
-_FEW_STEPS = 8  # a label for each
-_FEW_DIGITS, _FEW_POWERS, _MANY_POWERS = 3.0, 100.0, 1e6  # largest over smallest on a log axis
-_MOST_LOG_WEIGHT: Final = 20.0  # where log ratios are clamped
+_FEW_STEPS = 8  # Below this number, every step has a label.
+# Ratios of the largest to the smallest value on a log axis from which fewer labels are drawn.
+_FEW_DIGITS, _FEW_POWERS, _MANY_POWERS = 3.0, 100.0, 1e6
+_MOST_LOG_WEIGHT: Final = 20.0  # Bound to which log ratios are clamped.
 
-Figure: TypeAlias = Any  # plotly has no types
+Figure: TypeAlias = Any  # plotly has no type annotations.
 Line: TypeAlias = Mapping[str, float]
 _IDLE: Final = "idle"
-_Z: Final = 1.96  # standard errors on either side of a mean in a 95 % interval
-# Of raw importance weights: their mean, their second moment, the logarithms of the extremes.
+_Z: Final = 1.96  # Standard errors on either side of a mean in a 95 % interval.
+# Metrics of raw importance weights: their mean, their second moment, the logarithms of the
+# extremes.
 _MOMENTS: Final = {
     "token": (
         "off_policy/weight",
@@ -60,14 +62,14 @@ _MOMENTS: Final = {
 
 @dataclass(frozen=True)
 class Panel:
-    """A figure of metrics over the steps.
+    """A figure that shows metrics over the steps of a run.
 
     Attributes:
-        series: labels, each with its metric.
-        good: description of a good curve.
-        band: metric around which an area is shaded (`drawn`).
-        band_name: meaning of that area.
-        scale: factor of the metrics.
+        series: Labels, each with its metric.
+        good: Description of a good curve.
+        band: Metric around which an area is shaded (see `drawn`); empty means none.
+        band_name: Meaning of that area.
+        scale: Factor of the metrics.
     """
 
     title: str
@@ -81,7 +83,7 @@ class Panel:
     logarithmic: bool = False
 
     def figure(self, run: RunData) -> Figure | None:
-        """Draw the panel; None when the run has none of the metrics."""
+        """Draw the panel for a run; return None if the run has none of its metrics."""
         figure, lines = go.Figure(), [drawn(line) for line in run.train]
         shaded = [line for line in lines if f"{self.band}/below" in line]
         if shaded:
@@ -101,6 +103,7 @@ class Panel:
         return styled(figure, self.title, self.unit)
 
     def _trace(self, label: str, points: Sequence[tuple[float, float]], color: str) -> Any:
+        """Return one metric's points as a line, bars or an area of the figure."""
         x, y = zip(*points, strict=True)
         if self.draws == "bars":
             return go.Bar(x=x, y=y, name=label, marker_color=color, marker_line_width=0)
@@ -111,14 +114,14 @@ class Panel:
 
 @dataclass(frozen=True)
 class DrawnByFunction:
-    """A figure that a function draws, and a description of a good one."""
+    """A figure that a function draws, with a description of a good one."""
 
     figure: Callable[[RunData], Figure | None]
     good: str
 
 
 def drawn(line: Line) -> dict[str, float]:
-    """The metrics of a step, and what panels draw that is none but follows from several."""
+    """Return the metrics of a step and the values that panels compute from several metrics."""
     found = dict(line)
     if "rollout/seconds" in line and "rollout/seconds_since_last_batch" in line:
         busy = line["rollout/seconds"] + line.get("rollout/update_pause_seconds", 0.0)
@@ -138,12 +141,19 @@ def drawn(line: Line) -> dict[str, float]:
 
 
 def _band(name: str, mean: float, spread: float, low: float, high: float) -> dict[str, float]:
-    """The ends of the area around a mean, within the least and the largest value."""
+    """Return the two ends of the shaded area around a mean, limited to the lowest and highest
+    value."""
     return {f"{name}/below": max(low, mean - spread), f"{name}/above": min(high, mean + spread)}
 
 
 def importance_weights(of: str) -> Panel:
-    """Spread of the raw weights per token or per response, from their moments and extremes."""
+    """Return the panel of the raw importance weights per token or per response.
+
+    It shows their mean and extremes, and as an area their standard deviation.
+
+    Args:
+        of: Either token or response.
+    """
     mean = _MOMENTS[of][0]
     ends = ((end, f"{mean}/{end}") for end in ("smallest", "largest"))
     return Panel(
@@ -157,7 +167,10 @@ def importance_weights(of: str) -> Panel:
 
 
 def styled(figure: Figure, title: str, unit: str, x_title: str = "step") -> Figure:
-    """The same look for all: no background of its own, so that page and paper show through."""
+    """Set title, axes and the common look of a figure; return the figure.
+
+    The background is transparent, so that page and paper show through.
+    """
     figure.update_layout(
         title=title,
         height=_HEIGHT,
@@ -170,10 +183,13 @@ def styled(figure: Figure, title: str, unit: str, x_title: str = "step") -> Figu
         hovermode="x unified",
     )
     grid = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False}
-    grid |= {"ticks": "outside", "tickcolor": "rgba(0,0,0,0)"}  # room between the two axes' labels
+    grid |= {
+        "ticks": "outside",
+        "tickcolor": "rgba(0,0,0,0)",
+    }  # Space between the labels of the two axes.
     figure.update_xaxes(title={"text": x_title, "standoff": 4}, **grid)
-    places = [x for trace in figure.data for x in trace.x]
-    if "minutes" not in x_title and max(places) - min(places) < _FEW_STEPS:
+    positions = [x for trace in figure.data for x in trace.x]
+    if "minutes" not in x_title and max(positions) - min(positions) < _FEW_STEPS:
         figure.update_xaxes(dtick=1)
     figure.update_yaxes(
         title=unit, rangemode="normal" if unit in ("weight", "loss") else "tozero", **grid
@@ -182,9 +198,10 @@ def styled(figure: Figure, title: str, unit: str, x_title: str = "step") -> Figu
 
 
 def _logarithmic(figure: Figure) -> None:
-    """Label 1, 2 and 5 of each power of ten, fewer where there are many of them.
+    """Make a figure's vertical axis logarithmic, with labels at 1, 2 and 5 of each power of ten or
+    fewer.
 
-    Left alone, every digit is labeled, one over the other.
+    By default plotly labels every digit, and the labels overlap.
     """
     figure.update_yaxes(type="log")
     drawn = [y for trace in figure.data for y in trace.y if 0 < y < math.inf]
@@ -198,6 +215,7 @@ def _logarithmic(figure: Figure) -> None:
 def _shade(
     figure: Figure, name: str, x: Sequence[float], low: Sequence[float], high: Sequence[float]
 ) -> None:
+    """Draw a shaded area between the curves `low` and `high`."""
     figure.add_trace(
         go.Scatter(
             x=[*x, *reversed(x)],
@@ -215,7 +233,11 @@ def _shade(
 def _evaluated(
     run: RunData, metric: str, title: str, unit: str, scale: float = 1.0
 ) -> Figure | None:
-    """Draw a metric of each evaluation set, with its 95 % interval where that was measured."""
+    """Draw a metric of each evaluation set, with its 95 % interval if that was measured.
+
+    Returns:
+        The figure; None if no evaluation has the metric.
+    """
     figure = go.Figure()
     sets: dict[str, str] = {}
     for line in run.evaluations:
@@ -252,7 +274,8 @@ def evaluation_reward(run: RunData) -> Figure | None:
 
 
 def event_timeline(run: RunData) -> Figure | None:
-    """Warnings, lost engines and new lineages on the time axis, a row for each name."""
+    """Draw warnings and resumes on a time axis, with a row for each name; return None without
+    any."""
     points = [
         (line["time"], str(line["name"]), str(line["message"])[:160]) for line in run.warnings
     ]
@@ -273,9 +296,9 @@ def event_timeline(run: RunData) -> Figure | None:
 
 
 def episode_endings(run: RunData) -> Figure | None:
-    """Episodes by the turns that they took, and by what ended them."""
+    """Draw the number of episodes by their number of turns and by what ended them."""
     figure = go.Figure()
-    hows = sorted({how for how, _ in run.episode_endings})
+    hows = sorted({ending for ending, _ in run.episode_endings})
     for how, color in zip(hows, itertools.cycle(COLORS), strict=False):
         counts = {turns: n for (by, turns), n in sorted(run.episode_endings.items()) if by == how}
         look = {"width": 0.8, "marker_color": color, "marker_line_width": 0}

@@ -1,14 +1,14 @@
-"""`trace.json`: the newest steps of a run on a time axis, for Perfetto (ui.perfetto.dev).
+"""Builds `trace.json`, which shows the newest steps of a run on a time axis in Perfetto.
 
-Made afterwards from what a run writes anyway: the scheduler's recorded events, each with its time,
-and the trainer's times in metrics.jsonl. So a run pays for it with one clock reading an event, and
-the trace reaches as far back as the recorded steps.
+The trace is made afterwards from files that a run writes anyway: the scheduler's recorded events
+with their times, and the trainer's times in metrics.jsonl. So a run only pays for one clock reading
+for each event, and the trace reaches as far back as the recorded steps.
 
 Invariants
-- Output is trace-event JSON: complete (X), instant (i) and metadata (M) events, times in
-  microseconds since the first one; tests/report/trace_event.schema.json describes it.
-- Spans of one lane follow each other or nest: each request, each score and each call of an
-  environment has its own lane.
+- The output is trace-event JSON: complete (X), instant (i) and metadata (M) events, with times in
+  microseconds since the first event; tests/report/trace_event.schema.json describes it.
+- Spans of one lane follow each other or are nested: each request, each score and each call of an
+  environment has a separate lane.
 """
 
 import heapq
@@ -25,28 +25,36 @@ _TRAINER, _SCHEDULER, _SCORERS, _ENVIRONMENTS, _FIRST_ENGINE = 1, 2, 3, 4, 10
 _CONTROL_LANE: Final = 0
 _PAUSE_LANE: Final = 9999
 _SHORTEST_GAP: Final = 0.01
-"""Seconds without any request from which an engine counts as idle."""
+"""Seconds without any request from which an engine is shown as idle."""
 
 
 @dataclass
 class _Lanes:
-    """The lowest lane that is free; lane 0 is for what concerns the whole process."""
+    """Assigns lanes of one process to spans: always the lowest free one, from 1.
+
+    Lane 0 is for events that concern the whole process.
+    """
 
     freed: list[int] = field(default_factory=list)
     used: int = 0
 
     def take(self) -> int:
+        """Reserve the lowest free lane and return its number."""
         if self.freed:
             return heapq.heappop(self.freed)
         self.used += 1
         return self.used
 
     def give_back(self, lane: int) -> None:
+        """Release a lane."""
         heapq.heappush(self.freed, lane)
 
 
 @dataclass
 class _Request:
+    """A running request: where its spans are drawn, and what is known of it so far. Times are in
+    seconds."""
+
     engine: str
     lane: int
     submitted: float
@@ -59,6 +67,12 @@ class _Request:
 
 @dataclass
 class _Engine:
+    """An engine: its process number in the trace, its lanes, and how many requests it runs.
+
+    Attributes:
+        idle_since: When its last request ended, in seconds; None while requests run or it is down.
+    """
+
     pid: int
     lanes: _Lanes = field(default_factory=_Lanes)
     running: int = 0
@@ -66,7 +80,7 @@ class _Engine:
 
 
 class Trace:
-    """Takes exchanges in order, then gives the events."""
+    """Collects a run's recorded events and trainer times, and turns them into trace events."""
 
     def __init__(self) -> None:
         self._events: list[dict[str, Any]] = []
@@ -83,7 +97,8 @@ class Trace:
     # ------------------------------------------------------------ what the scheduler saw and did
 
     def take(self, exchange: Exchange, at: float) -> None:
-        """Take an event of the scheduler, with its actions, at a time in seconds."""
+        """Add an event of the scheduler with its actions, at time `at` in seconds; call in recorded
+        order."""
         event = exchange.event
         match event:
             case ev.EngineUp():
@@ -99,8 +114,8 @@ class Trace:
                 if (request := self._requests.get(event.trajectory_id)) is not None:
                     request.queued_seconds = event.waited_seconds
             case ev.ManyAborted():
-                for trajectory_id, *runs in event.requests:
-                    for count, version in zip(runs[::2], runs[1::2], strict=True):
+                for trajectory_id, *spans in event.requests:
+                    for count, version in zip(spans[::2], spans[1::2], strict=True):
                         self._tokens(trajectory_id, count, version, at)
                     self._ended(trajectory_id, "aborted", at)
             case ev.Finished():
@@ -129,6 +144,7 @@ class Trace:
             self._act(action, at)
 
     def _act(self, action: object, at: float) -> None:
+        """Add an action of the scheduler at time `at`."""
         match action:
             case ev.Submit():
                 self._submitted(action.trajectory_id, action.engine_id, at)
@@ -137,7 +153,7 @@ class Trace:
             case ev.StepEnvironment():
                 self._called(_ENVIRONMENTS, action.trajectory_id, "step", at)
             case ev.Restart() | ev.Drop():
-                self._replied(_ENVIRONMENTS, action.trajectory_id, at, reply="not wanted any more")
+                self._replied(_ENVIRONMENTS, action.trajectory_id, at, reply="no longer needed")
             case ev.Score():
                 self._called(_SCORERS, action.trajectory_id, "score", at)
             case ev.EmitBatch():
@@ -150,6 +166,7 @@ class Trace:
                 self._instant(f"warning {action.name}", _SCHEDULER, at, message=action.message)
 
     def _engine(self, engine_id: str) -> _Engine:
+        """Return the state of an engine, created if the engine is new."""
         if engine_id not in self._engines:
             pid = _FIRST_ENGINE + len(self._engines)
             self._engines[engine_id] = _Engine(pid)
@@ -157,6 +174,7 @@ class Trace:
         return self._engines[engine_id]
 
     def _submitted(self, trajectory_id: int, engine_id: str, at: float) -> None:
+        """Begin a request on an engine, and end the engine's idle span."""
         engine = self._engine(engine_id)
         if engine.idle_since is not None and at - engine.idle_since >= _SHORTEST_GAP:
             self._span("idle", engine.pid, _CONTROL_LANE, engine.idle_since, at)
@@ -167,8 +185,9 @@ class Trace:
         self._requests[trajectory_id] = _Request(engine_id, engine.lanes.take(), at, resumed)
 
     def _tokens(self, trajectory_id: int, count: int, version: int, at: float) -> None:
+        """Count new tokens of a request; note its first token and its policy versions."""
         request = self._requests.get(trajectory_id)
-        if request is None:  # submitted before the record's oldest file
+        if request is None:  # It was submitted before the record's oldest file.
             return
         request.first_token = request.first_token or at
         request.tokens += count
@@ -176,6 +195,11 @@ class Trace:
             request.versions = (*request.versions, version)
 
     def _ended(self, trajectory_id: int, how: str, at: float) -> None:
+        """End a request: add its spans (queued, prefill, decode) and release its lane.
+
+        Args:
+            how: The reason of the end, in words.
+        """
         self._seen.add(trajectory_id)
         request = self._requests.pop(trajectory_id, None)
         if request is None:
@@ -188,44 +212,52 @@ class Trace:
         begin, first = request.submitted, request.first_token
         what = "resumed" if request.resumed else "response"
         facts = {"tokens": request.tokens, "policy versions": list(request.versions), "end": how}
-        place = (engine.pid, request.lane)
-        self._span(f"{what} {trajectory_id}", *place, begin, at, facts)
-        if request.queued_seconds is None:  # no token came, or the engine does not report it
-            self._span("queued and prefill", *place, begin, first or at)
+        lane = (engine.pid, request.lane)
+        self._span(f"{what} {trajectory_id}", *lane, begin, at, facts)
+        # No token came, or the engine does not report the time in its queue.
+        if request.queued_seconds is None:
+            self._span("queued and prefill", *lane, begin, first or at)
         else:
             computed = min(begin + request.queued_seconds, first or at)
-            self._span("queued", *place, begin, computed)
-            self._span("prefill", *place, computed, first or at)
+            self._span("queued", *lane, begin, computed)
+            self._span("prefill", *lane, computed, first or at)
         if first is not None:
-            self._span("decode", *place, first, at)
+            self._span("decode", *lane, first, at)
 
     def _engine_up(self, engine_id: str, at: float) -> None:
+        """Mark that an engine starts to serve; it is idle until its first request."""
         engine = self._engine(engine_id)
         engine.idle_since = at
         self._instant(f"{engine_id} up", engine.pid, at)
 
     def _engine_down(self, engine_id: str, at: float) -> None:
+        """Mark that an engine is lost, and end its requests."""
         for trajectory_id in [i for i, r in self._requests.items() if r.engine == engine_id]:
             self._ended(trajectory_id, "engine lost", at)
         self._engine(engine_id).idle_since = None
         self._instant(f"{engine_id} down", self._engine(engine_id).pid, at)
 
     def _called(self, pid: int, trajectory_id: int, what: str, at: float) -> None:
+        """Begin a call of a scorer or an environment for a trajectory."""
         self._calls[pid, trajectory_id] = (self._lanes[pid].take(), at, what)
 
     def _replied(self, pid: int, trajectory_id: int, at: float, **facts: Any) -> None:
+        """End the call of a scorer or an environment for a trajectory, if one is running, and add
+        its span."""
         if (pid, trajectory_id) in self._calls:
-            lane, asked, what = self._calls.pop((pid, trajectory_id))
+            lane, began, what = self._calls.pop((pid, trajectory_id))
             self._lanes[pid].give_back(lane)
-            self._span(f"{what} {trajectory_id}", pid, lane, asked, at, facts)
+            self._span(f"{what} {trajectory_id}", pid, lane, began, at, facts)
 
     def _published(self, number: int, at: float) -> None:
+        """Add the span of the weight update to version `number`, if its start is known."""
         if self._update is not None and self._update[0] == number:
             name = f"weight update to version {number}"
             self._span(name, _SCHEDULER, _CONTROL_LANE, self._update[1], at)
         self._update = None
 
     def _resume(self, at: float) -> None:
+        """Add a span to every engine for the pause that ends now."""
         if self._paused is not None:
             for engine in self._engines.values():
                 self._span("paused", engine.pid, _PAUSE_LANE, self._paused, at)
@@ -234,7 +266,12 @@ class Trace:
     # ------------------------------------------------------------ the trainer's side
 
     def add_trainer(self, lines: Iterable[Mapping[str, float]], since: float) -> None:
-        """Phases of the steps that ended after `since`, from their lines in metrics.jsonl."""
+        """Add the trainer's steps and their phases from the lines of metrics.jsonl.
+
+        Args:
+            lines: The lines of the steps.
+            since: Time in seconds; steps that began earlier are left out.
+        """
         for line in lines:
             begin = line["time"] - sum(line.get(name, 0.0) for _, name in TRAINER_PHASES)
             if begin < since:
@@ -258,19 +295,21 @@ class Trace:
         end: float,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
+        """Add an event with a begin and an end to the trace."""
         self._events.append(
             {"name": name, "ph": "X", "ts": begin, "dur": end - begin, "pid": pid, "tid": lane}
             | ({"args": dict(facts)} if facts else {})
         )
 
     def _instant(self, name: str, pid: int, at: float, **facts: Any) -> None:
+        """Add an event without duration to the trace."""
         self._events.append(
             {"name": name, "ph": "i", "s": "p", "ts": at, "pid": pid, "tid": _CONTROL_LANE}
             | ({"args": facts} if facts else {})
         )
 
     def finish(self) -> dict[str, Any]:
-        """The whole file; what still runs is left out."""
+        """Return the content of the trace file; requests and calls that still run are left out."""
         zero = min((event["ts"] for event in self._events), default=0.0)
         for event in self._events:
             event["ts"] = round(1e6 * (event["ts"] - zero), 1)

@@ -1,8 +1,8 @@
-"""Telemetry: metrics, trackers, warnings and progress of a run.
+"""Records and shows what a run does: metrics, trackers, warnings and progress.
 
-- metrics: `metrics.jsonl`; readers see the surviving lineage.
-- trackers: TensorBoard, W&B, MLflow and the user's own.
-- health, learning: warnings from a run's own metrics, each named once while it lasts.
-- progress: lines and a live status while a run goes on.
+- metrics: writes and reads `metrics.jsonl`; readers get the surviving lineage.
+- trackers: TensorBoard, W&B, MLflow and user-defined trackers.
+- health, learning: warnings from a run's own metrics, each emitted once while its cause lasts.
+- progress: lines and a live status on the console during a run.
 - summary: totals of a run.
 """

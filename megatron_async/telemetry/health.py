@@ -1,9 +1,11 @@
-"""Named warnings from a run's own metrics: rules of one step, and growth over many.
+"""Emits named warnings from a run's metrics: rules about one step, and about growth over many
+steps.
 
 Invariants
-- A function of the metrics seen so far. The rules of one step are in `telemetry.learning`.
-- Each is emitted once when it sets in, and again only after a step at which it did not hold. A step
-  without the metric of a rule (one that was skipped) does not count for it.
+- The warnings are a function of the metrics seen so far. Rules about one step are in
+  `telemetry.learning`.
+- A warning is emitted once when its condition sets in, and again only after a step at which the
+  condition did not hold. A step without the rule's metric (a skipped step) does not count.
 - The thresholds of entropy and drift are assumed (no source gives numbers).
 """
 
@@ -16,26 +18,36 @@ from typing import Final
 from megatron_async.telemetry.learning import PROBE, LearningWatch
 
 ENTROPY_GROWTH = 1.5
-"""Newest entropy over that of the window's first step that counts as growth without end."""
+"""Ratio of the newest entropy to that of the window's first step from which the growth is a
+warning."""
 ENTROPY_WINDOW = 10
-"""Steps of entropy that are looked at."""
+"""Number of newest steps whose entropy is examined."""
 DRIFT_STEPS = 5
-"""Steps at either end of the run whose median error of engines' log-probs is compared."""
+"""Number of steps at the start and at the end of a run whose median log-prob errors are
+compared."""
 DRIFT_GROWTH = 2.0
-"""Newest median over the first one that counts as drift: single steps differ by less."""
+"""Ratio of the newest median error to the first one from which it is drift: single steps
+vary less."""
 DRIFT_LEAST = 1e-3
-"""Median error in nats below which nothing is drift: rounding in float32 stays far below."""
+"""Median error in nats below which there is no drift: rounding in float32 stays far below it."""
 
 
 class HealthWatch:
-    """Takes every step's metrics; returns what goes wrong. `holding`: names that hold now.
+    """Checks the metrics of every step and returns the warnings that set in.
 
-    `bound`: schedule.max_async_level; `before`: metrics of the steps before a resume, in order.
+    Attributes:
+        holding: Names of the warnings whose conditions hold now.
     """
 
     def __init__(
         self, bound: int | None = None, before: Iterable[Mapping[str, float]] = ()
     ) -> None:
+        """Start from the metrics of the steps before a resume.
+
+        Args:
+            bound: The setting schedule.max_async_level; None or 0 means no staleness bound.
+            before: Metrics of the steps before a resume, in order.
+        """
         steps = list(before)
         self._learning = LearningWatch(bound, steps[-1] if steps else None)
         self._seen: dict[str, list[float]] = {metric: [] for _, metric, _ in _RULES}
@@ -43,14 +55,16 @@ class HealthWatch:
         self.holding: frozenset[str] = frozenset()
 
     def step(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-        """(name, message) of each rule broken now that was not at the last step with its metric."""
+        """Check the metrics of a step; return name and message of each warning that sets in with
+        this step."""
         found = self._broken(metrics)
-        held = self.holding
+        previous = self.holding
         unmeasured = self._learning.unmeasured(metrics)
-        self.holding = frozenset(name for name, _ in found) | (held & unmeasured)
-        return [(name, message) for name, message in found if name not in held]
+        self.holding = frozenset(name for name, _ in found) | (previous & unmeasured)
+        return [(name, message) for name, message in found if name not in previous]
 
     def _broken(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+        """Record the metrics of a step; return name and message of each rule that they break."""
         found = self._learning.step(metrics)
         for name, metric, broken in _RULES:
             if metric in metrics:
@@ -61,7 +75,13 @@ class HealthWatch:
 
 
 def entropy_growth(entropy: Sequence[float]) -> str | None:
-    """A sentence when entropy rose at most steps of the window, by `ENTROPY_GROWTH` in all."""
+    """Return a warning if the entropy grew over the newest steps; otherwise None.
+
+    The entropy must have risen at 80 % of the window's steps, and by `ENTROPY_GROWTH` in all.
+
+    Args:
+        entropy: The entropy of each step so far, in nats.
+    """
     window = entropy[-ENTROPY_WINDOW:]
     if len(window) < ENTROPY_WINDOW or not all(map(math.isfinite, window)):
         return None
@@ -70,13 +90,19 @@ def entropy_growth(entropy: Sequence[float]) -> str | None:
         return None
     return (
         f"entropy rose from {window[0]:.3f} to {window[-1]:.3f} nats in {ENTROPY_WINDOW} steps: "
-        "stale data or clipping push the policy apart; lower schedule.max_async_level, tighten "
-        "rejection, or lower the learning rate"
+        "stale data or clipping make the policy ever more random. Lower schedule.max_async_level, "
+        "tighten rejection, or lower the learning rate"
     )
 
 
 def engine_drift(errors: Sequence[float]) -> str | None:
-    """A sentence when engines and trainer differ more and more on tokens of equal weights."""
+    """Return a warning if engines and trainer differ more in their log-probs than at the start, or
+    None.
+
+    Args:
+        errors: Mean error, in nats, of the engines' log-probs of each step, with the trainer's
+            weights.
+    """
     if len(errors) < 2 * DRIFT_STEPS:
         return None
     first, newest = median(errors[:DRIFT_STEPS]), median(errors[-DRIFT_STEPS:])
@@ -84,12 +110,12 @@ def engine_drift(errors: Sequence[float]) -> str | None:
         return None
     return (
         f"log-probs of engines and trainer differed by {first:.2g} at the start and by "
-        f"{newest:.2g} nats now, with the same weights: stale weights or KV cache, or rounding "
-        "that grows; see weights/probe_mean_error for the step and docs/weights.md for the causes"
+        f"{newest:.2g} nats now, with the same weights: stale weights or KV cache, or growing "
+        "rounding errors. See weights/probe_mean_error for the step, docs/weights.md for the causes"
     )
 
 
-# name, metric, and the sentence for all its values so far if they break the rule
+# Name, metric, and a function that returns a warning if the metric's values so far break the rule.
 _RULES: Final[tuple[tuple[str, str, Callable[[Sequence[float]], str | None]], ...]] = (
     ("entropy_growth", "actor/entropy", entropy_growth),
     ("engine_drift", PROBE, engine_drift),

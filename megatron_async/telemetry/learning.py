@@ -1,14 +1,12 @@
-"""Ways in which a run goes on and learns nothing, or the wrong thing: named while it happens.
+"""Provides rules that detect when a run learns nothing, or the wrong thing, from a step's metrics.
 
-Among them what the guide of verl's rollout correction warns of (docs/algo/rollout_corr.md,
-"conditional alerting").
-
-Pure functions of batch statistics; `telemetry.health` emits each name once when it sets in.
+Some rules are those of verl's guide to rollout correction (docs/algo/rollout_corr.md, "conditional
+alerting"). `telemetry.health` emits each warning once when its condition sets in.
 
 Invariants
-- A rule whose metrics are absent neither holds nor fails.
+- A rule is not evaluated at a step that lacks one of its metrics.
 - Every message ends with what to do.
-- The numbers of steps and shares are assumed (no source gives them), but those of the guide.
+- The numbers of steps and shares are assumed (no source gives them), except those of the guide.
 """
 
 import math
@@ -21,26 +19,27 @@ from megatron_async.scoring.interface import SCORE_FAILURES
 from megatron_async.weight_sync.verify import GROSS_FACTOR
 
 ZERO_REWARD_STEPS: Final = 5
-"""Steps in a row without any reward above 0 before the warning."""
+"""Number of consecutive steps without a reward above 0 from which the warning is emitted."""
 ESS_STEPS: Final = 3
-"""Steps in a row with a low effective sample size before the warning."""
+"""Number of consecutive steps with a low effective sample size from which the warning is
+emitted."""
 ESS_FLOOR: Final = 0.3
-"""Raw effective sample size per token, as a share of n, below which it has collapsed."""
+"""Raw effective sample size per token, as a share of the tokens, below which it counts as low."""
 AT_BOUND_STEPS: Final = 3
-"""Steps in a row at the staleness bound before the warning."""
+"""Number of consecutive steps at the staleness bound from which the warning is emitted."""
 AT_BOUND_SHARE: Final = 0.8
-"""Mean lag over the bound that counts as being at it."""
+"""Mean lag, as a share of the staleness bound, from which a step counts as being at the bound."""
 UNREACHED_STEPS: Final = 5
-"""Trained steps after which a threshold that no reward has reached is named."""
+"""Number of trained steps after which a warning names a threshold that no reward has reached."""
 NEWEST_SCORES: Final = 200
-"""Newest scores among which failures are counted, when there are enough."""
+"""Number of newest scores among which failures are counted."""
 FAILED_SHARES: Final = (0.01, 0.1)
-"""Shares of them at which a kind of failure is named."""
+"""Shares of the newest scores at which a warning names a kind of failure."""
 _REMEDIES: Final = {
-    "scorer_errors": "try the reward alone (`megatron-async reward`) and repair it",
+    "scorer_errors": "try the reward separately (`megatron-async reward`) and repair it",
     "scorer_timeouts": "make the reward faster, or raise task.scorer_timeout_seconds",
     "scorer_crashes": "find out why its process ends, or raise scoring.memory_mib",
-    "scorer_unavailable": "look at the service, or lower the reward's concurrency",
+    "scorer_unavailable": "check the service, or lower the reward's concurrency",
 }
 
 Metrics = Mapping[str, float]
@@ -48,7 +47,15 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True)
 class LearningRule:
-    """A name, when it holds at one step, in how many steps in a row, and the sentence for it."""
+    """A warning about a step's metrics.
+
+    Attributes:
+        name: Name of the warning.
+        needs: Metrics without which the rule is not evaluated.
+        holds: Returns whether the condition holds at a step.
+        message: Returns the text of the warning.
+        streak: Number of consecutive steps at which the condition must hold.
+    """
 
     name: str
     needs: tuple[str, ...]
@@ -60,12 +67,13 @@ class LearningRule:
 PROBE: Final = "weights/probe_mean_error"
 _TOO_FAR: Final = (
     "the data are too far off-policy; lower schedule.max_async_level, schedule.concurrency or "
-    f"optimizer.lr (where {PROBE} is large too, engines and trainer differ: docs/weights.md)"
+    f"optimizer.lr (if {PROBE} is large too, engines and trainer differ: see docs/weights.md)"
 )
 
 
 def _guided(name: str, metric: str, low: float, high: float) -> LearningRule:
-    """A rule of the guide: the metric is outside of what is healthy, or NaN."""
+    """Return a rule of verl's guide, which holds if `metric` is not between `low` and `high`, or is
+    NaN."""
     healthy = f"between {low:g} and {high:g}"
     if math.isinf(low) or math.isinf(high):
         healthy = f"at least {low:g}" if math.isinf(high) else f"at most {high:g}"
@@ -87,6 +95,7 @@ GUIDE: Final = (
 
 
 def _equal_rewards(m: Metrics) -> bool:
+    """Return whether all rewards of the batch are equal."""
     return m["reward/max"] == m["reward/min"]
 
 
@@ -99,8 +108,8 @@ RULES: Final = (
         ("off_policy/ess",),
         lambda m: not m["off_policy/ess"] >= ESS_FLOOR,
         lambda m: (
-            f"the effective sample size was {m['off_policy/ess']:.2f} of the tokens, and as low "
-            f"for {ESS_STEPS} steps: {_TOO_FAR}"
+            f"the effective sample size is {m['off_policy/ess']:.2f} of the tokens, and was below "
+            f"{ESS_FLOOR:g} for {ESS_STEPS} steps: {_TOO_FAR}"
         ),
         ESS_STEPS,
     ),
@@ -169,8 +178,12 @@ RULES: Final = (
 
 
 def lag_at_bound(bound: int) -> LearningRule:
-    """Nearly all data are as stale as schedule.max_async_level lets them be, or are thrown away
-    for it."""
+    """Return the rule that warns when nearly all data are as stale as `bound` allows, or are lost
+    by it.
+
+    Args:
+        bound: The setting schedule.max_async_level.
+    """
 
     def holds(m: Metrics) -> bool:
         lost = sum(m.get(f"rollout/{name}", 0) for name in ("dropped_stale", "stale_masked_tokens"))
@@ -183,8 +196,8 @@ def lag_at_bound(bound: int) -> LearningRule:
         holds,
         lambda m: (
             f"for {AT_BOUND_STEPS} steps the mean lag was {m['rollout/lag_mean']:.2f} with "
-            f"schedule.max_async_level {bound}, or data were lost for it: generation runs too far "
-            "ahead; lower schedule.concurrency or schedule.max_waiting_batches, or give the "
+            f"schedule.max_async_level {bound}, or data were dropped as stale: generation runs too "
+            "far ahead; lower schedule.concurrency or schedule.max_waiting_batches, or give the "
             "trainer more of the machine"
         ),
         AT_BOUND_STEPS,
@@ -192,24 +205,31 @@ def lag_at_bound(bound: int) -> LearningRule:
 
 
 def batch_size_changed(before: float) -> LearningRule:
-    """The run is restored with batches of another size than `before` trajectories."""
+    """Return the rule that warns after a resume when batches no longer have `before`
+    trajectories."""
     return LearningRule(
         "batch_size_changed",
         ("rollout/trajectories",),
         lambda m: m["rollout/trajectories"] != before,
         lambda m: (
-            f"the batch has {m['rollout/trajectories']:.0f} trajectories, those before the resume "
-            f"had {before:.0f}: the learning rate was chosen for that size; scale optimizer.lr, or "
-            "set schedule.groups_per_batch and schedule.group_size as they were"
+            f"the batch has {m['rollout/trajectories']:.0f} trajectories; batches before the "
+            f"resume had {before:.0f}, for which the learning rate was chosen. Scale optimizer.lr, "
+            "or set schedule.groups_per_batch and schedule.group_size as they were"
         ),
     )
 
 
 class LearningWatch:
-    """Takes every step's metrics; returns the rules that hold now, as (name, message)."""
+    """Checks the metrics of every step against the rules and counts for how many steps each has
+    held."""
 
     def __init__(self, bound: int | None = None, before: Metrics | None = None) -> None:
-        """`bound`: schedule.max_async_level; `before`: metrics of the step before a resume."""
+        """Start with no step counted.
+
+        Args:
+            bound: The setting schedule.max_async_level; None or 0 means no staleness bound.
+            before: Metrics of the last step before a resume; None at a new run.
+        """
         rules = list(RULES)
         if bound:
             rules.append(lag_at_bound(bound))
@@ -219,33 +239,35 @@ class LearningWatch:
         self._streaks = dict.fromkeys((rule.name for rule in rules), 0)
 
     def step(self, metrics: Metrics) -> list[tuple[str, str]]:
-        """Rules that hold, and have held for as many steps as they need."""
+        """Check a step's metrics; return name and message of each rule that has held for its streak
+        of steps."""
         found = []
         for rule in self._rules:
             if not all(name in metrics for name in rule.needs):
                 continue
-            held = rule.holds(metrics)
-            self._streaks[rule.name] = self._streaks[rule.name] + 1 if held else 0
-            if held and self._streaks[rule.name] >= rule.streak:
+            holds_now = rule.holds(metrics)
+            self._streaks[rule.name] = self._streaks[rule.name] + 1 if holds_now else 0
+            if holds_now and self._streaks[rule.name] >= rule.streak:
                 found.append((rule.name, rule.message(metrics)))
         return found
 
     def unmeasured(self, metrics: Metrics) -> frozenset[str]:
-        """Rules that need a metric which is absent from `metrics`."""
+        """Return the names of the rules that cannot be evaluated, because `metrics` lacks a
+        metric."""
         return frozenset(
             rule.name for rule in self._rules if not all(name in metrics for name in rule.needs)
         )
 
 
 class UnreachedThreshold:
-    """Warns once if no reward of the run has reached `eval.solved_at`.
+    """Emits one warning if no reward of the run has reached the threshold `eval.solved_at`.
+
+    A run without any positive reward gets the warning `zero_reward` instead.
 
     Args:
-        solved_at: the setting; None where nothing depends on it.
-        before: metrics of the steps before a resume.
-        evaluated: largest rewards of the evaluations before a resume.
-
-    A run without any positive reward has the warning `zero_reward` instead.
+        solved_at: The setting; None if nothing depends on it.
+        before: Metrics of the steps before a resume.
+        evaluated: Largest rewards of the evaluations before a resume.
     """
 
     def __init__(
@@ -261,25 +283,30 @@ class UnreachedThreshold:
             self._count(metrics)
 
     def _count(self, metrics: Metrics) -> None:
+        """Count a trained step and its largest reward."""
         if "reward/max" in metrics:
             self._steps += 1
             self._largest = max(self._largest, metrics["reward/max"])
 
     def trained(self, metrics: Metrics) -> list[tuple[str, str]]:
-        """Take the metrics of a step; return (name, message) of each warning that is due."""
+        """Record the metrics of a trained step; return name and message of the warning if it is
+        due."""
         self._count(metrics)
         return self._warnings(UNREACHED_STEPS)
 
     def evaluated(self, reward_max: float) -> list[tuple[str, str]]:
-        """Take an evaluation's largest reward; return (name, message) of each warning due."""
+        """Record the largest reward of an evaluation; return name and message of the warning if it
+        is due."""
         self._largest = max(self._largest, reward_max)
         return self._warnings(1)
 
     def _warnings(self, steps: int) -> list[tuple[str, str]]:
+        """Return name and message of the warning if `steps` steps were trained and no reward was
+        enough."""
         solved_at = self._solved_at
         if solved_at is None or self._steps < steps or not 0 < self._largest < solved_at:
             return []
-        self._solved_at = None  # The warning is given once.
+        self._solved_at = None  # The warning is emitted only once.
         return [
             (
                 "eval_solved_at_unreached",
@@ -291,7 +318,8 @@ class UnreachedThreshold:
 
 
 class FailingScores:
-    """Counts failures among the newest scores; each kind is named at 1 % and at 10 % of them."""
+    """Counts failures among the newest scores, and warns about each kind at 1 % and at 10 % of
+    them."""
 
     def __init__(self) -> None:
         self._newest: deque[set[str]] = deque(maxlen=NEWEST_SCORES)
@@ -300,9 +328,11 @@ class FailingScores:
     def scored(
         self, detail: Mapping[str, float], first: Mapping[str, str]
     ) -> Iterator[tuple[str, str]]:
-        """Take a score with these parts; (name, message) of each warning that sets in.
+        """Record a score; generate name and message of each warning about failures that sets in.
 
-        `first`: the first failure of each kind.
+        Args:
+            detail: The score's components; a failure is one of them.
+            first: A description of the first failure of each kind.
         """
         self._newest.append({SCORE_FAILURES[name] for name in detail.keys() & SCORE_FAILURES})
         if not self._newest[-1] and not self._levels.total():
@@ -312,7 +342,7 @@ class FailingScores:
             level = sum(count >= share * NEWEST_SCORES for share in FAILED_SHARES)
             if level > self._levels[kind]:
                 seen = f"{count} of the last {len(self._newest)} scores have failed"
-                cause = first.get(kind, "not kept")
+                cause = first.get(kind, "an unrecorded cause")
                 name = kind if level == 1 else f"many_{kind}"
                 yield name, f"{seen}, the first by {cause}; {remedy}"
             self._levels[kind] = max(level, self._levels[kind]) if count else 0

@@ -1,11 +1,11 @@
-"""`metrics.jsonl`, a line for each step, and the trackers that get the same.
+"""Writes and reads `metrics.jsonl`, which has a line for each step, and passes the same to
+trackers.
 
 Invariants
-- A line is written whole or not at all, and flushed before the next step begins; one that an
-  earlier process left torn is cut off when the file is opened. What cannot be written raises
-  CannotWrite.
-- After a resume from step n, lines of later steps of the abandoned lineage stay; every line carries
-  its lineage, and readers keep the newest line of a step (`read_metrics`).
+- A line is written completely or not at all, and is flushed before the next step begins. A torn
+  line of an earlier process is removed when the file is opened. A failing disk raises CannotWrite.
+- After a resume from step n, lines of later steps of the abandoned lineage remain in the file.
+  Every line has its lineage, and readers take the newest line of a step (`read_metrics`).
 """
 
 import json
@@ -31,7 +31,11 @@ TRAINER_PHASES = (
 
 
 class MetricsWriter:
-    """Writes for one process (trainer rank 0, or the sft command)."""
+    """Writes the metrics of one process (trainer rank 0, or the sft command) to its file and
+    trackers.
+
+    A context manager, which closes both.
+    """
 
     def __init__(
         self, metrics_file: Path, trackers: Sequence[BackgroundTracker] = (), *, lineage: int
@@ -44,7 +48,14 @@ class MetricsWriter:
     def write(
         self, step: int, metrics: Mapping[str, float], *, kind: str = "train", **labels: str
     ) -> None:
-        """Append a step; `labels` are texts, which stand in the file only."""
+        """Append the metrics of a step to the file, and pass them to the trackers.
+
+        Args:
+            step: Number of the step.
+            metrics: Its metrics by name.
+            kind: Kind of the line, such as train or eval.
+            **labels: Texts, which only the file gets.
+        """
         for tracker in self._trackers:
             if (news := tracker.take_news()) is not None:
                 self.warn(step, f"tracker_{tracker.name}", news)
@@ -58,15 +69,16 @@ class MetricsWriter:
         self._track("metrics", step, values)
 
     def start(self, step: int, machine: str) -> None:
-        """Record the machine of a launch, whose first step has this number."""
+        """Append a line with the machine of a launch; `step` is the number of its first step."""
         self._append("start", step, {"machine": machine})
 
     def warn(self, step: int, name: str, message: str) -> None:
-        """A named warning, for the progress display and for whoever looks later."""
+        """Append a named warning to the file, and pass it to the trackers."""
         self._append("warning", step, {"name": name, "message": message})
         self._track("text", step, f"warning/{name}", message)
 
     def _append(self, kind: str, step: int, content: Mapping[str, Any]) -> None:
+        """Append a line to the file, with its kind, step, lineage and time."""
         line = {
             "kind": kind,
             "step": step,
@@ -78,12 +90,19 @@ class MetricsWriter:
         self._file.flush()
 
     def histogram(self, step: int, name: str, values: npt.ArrayLike) -> None:
-        """Numbers of which the distribution matters; only trackers have a place for them."""
+        """Pass numbers whose distribution matters to the trackers; the file does not get them."""
         if self._trackers and np.size(values):
             self._track("histogram", step, name, np.array(values))
 
     def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Responses of an evaluation set; `evaluations/` has them too."""
+        """Write the responses of an evaluation set to a file in `evaluations/`, and pass them to
+        the trackers.
+
+        Args:
+            step: Policy number that was evaluated.
+            name: Name of the set.
+            rows: The responses.
+        """
         folder = self._path.parent / "evaluations"
         with writing(file := folder / f"{name}-{step}.jsonl"):
             folder.mkdir(exist_ok=True)
@@ -91,19 +110,20 @@ class MetricsWriter:
         self._track("samples", step, name, list(rows))
 
     def checkpoint(self, step: int, path: Path) -> None:
-        """A checkpoint that can be restored."""
+        """Tell the trackers that the checkpoint of `step` at `path` can be restored."""
         self._track("checkpoint", step, path)
 
     def report(self, step: int, text: str) -> None:
-        """The totals at the end, for trackers."""
+        """Pass the totals of the run to the trackers."""
         self._track("text", step, "report", text)
 
     def _track(self, method: str, *arguments: Any) -> None:
+        """Queue a call of `method` for every tracker."""
         for tracker in self._trackers:
             tracker.call(method, *arguments)
 
     def close(self) -> None:
-        """Close the file, and the trackers within `CLOSE_SECONDS`."""
+        """Close the trackers, within `CLOSE_SECONDS` in all, and the file."""
         end = time.monotonic() + CLOSE_SECONDS
         try:
             for tracker in self._trackers:
@@ -125,17 +145,21 @@ def evaluated_sets(line: Mapping[str, float]) -> dict[str, str]:
 
 
 def first_accuracy(line: Mapping[str, float]) -> float:
-    """Return the accuracy of the first set of an evaluation: of the held-out problems, if any."""
+    """Return the accuracy of an evaluation's first set, which is the held-out problems if there are
+    any."""
     return line[f"{next(iter(evaluated_sets(line).values()))}/accuracy"]
 
 
 def sampling_name(temperature: float) -> str:
-    """Name how an evaluation's responses were sampled."""
+    """Return how an evaluation with this temperature sampled its responses, in words."""
     return f"temperature {temperature:g}" if temperature else "greedy"
 
 
 def read_all_metrics(path: Path, *, kind: str = "train") -> list[dict[str, Any]]:
-    """Read the lines of one kind of every lineage, as written. Damaged lines are left out."""
+    """Return the lines of one kind in a metrics file, of every lineage, as written.
+
+    Damaged lines are left out.
+    """
     lines = json_lines(path.read_bytes()) if path.exists() else ()
     return [
         line
@@ -147,11 +171,14 @@ def read_all_metrics(path: Path, *, kind: str = "train") -> list[dict[str, Any]]
 
 
 def read_metrics(path: Path, *, kind: str = "train") -> list[dict[str, float]]:
-    """Lines of one kind along the surviving lineage, by step. Damaged lines are left out."""
+    """Return the lines of one kind in a metrics file along the surviving lineage, ordered by step.
+
+    Damaged lines are left out.
+    """
     newest: dict[int, dict[str, float]] = {}
     for line in read_all_metrics(path, kind=kind):
-        known = newest.get(line["step"])
-        if known is None or line["lineage"] >= known["lineage"]:
+        earlier = newest.get(line["step"])
+        if earlier is None or line["lineage"] >= earlier["lineage"]:
             newest[line["step"]] = line
     last = max((line["lineage"] for line in newest.values()), default=0)
     surviving = [s for s, line in newest.items() if line["lineage"] == last]

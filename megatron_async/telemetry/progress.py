@@ -1,11 +1,11 @@
-"""The console while a run goes on: one line a step, and on a terminal a calm panel below.
+"""Shows a run on the console: one line for each step, and on a terminal a live panel below them.
 
-Reads only `metrics.jsonl` and the status that the supervisor hands in; a run that is watched and a
-run that is not are the same run.
+Reads only `metrics.jsonl` and the status that the supervisor passes, so that watching a run does
+not change it.
 
 Invariants
-- Steps have the numbers that metrics.jsonl, TensorBoard and the store give them, from 0.
-- Lines of steps fit 80 columns; the panel takes the width of the terminal, up to 120.
+- Steps have the numbers of metrics.jsonl, TensorBoard and the store, from 0.
+- Lines of steps fit 80 columns; the panel is as wide as the terminal, up to 120 columns.
 """
 
 import os
@@ -30,14 +30,14 @@ T = TypeVar("T")
 Status: TypeAlias = dict[str, Any]
 _POLL_SECONDS = 0.5
 _REMEMBERED = 8
-"""Steps that the time left is estimated from."""
+"""Number of newest steps from which the remaining time is estimated."""
 _MOST_COLUMNS = 120
 _SHOWN_WARNINGS = 3
 _ENGINES_START = "engines load the model, trainer ranks start"
 
 
 class Progress:
-    """Follows one run from where its metrics file stands now."""
+    """Shows the progress of one run on the console, from the present end of its metrics file on."""
 
     def __init__(
         self, metrics_file: Path, steps: int, choice: Literal["auto", "live", "lines", "off"]
@@ -68,7 +68,12 @@ class Progress:
             self._live.stop()
 
     def follow(self, ended: Callable[[], T | None], status: Callable[[], Status | None]) -> T:
-        """Show what happens until `ended` returns something, which is returned."""
+        """Show the progress of a run until `ended` returns a result; return this result.
+
+        Args:
+            ended: Returns None while the run continues.
+            status: Returns the present status of the rollout manager; None if nothing generates.
+        """
         with self:
             while (found := ended()) is None:
                 self.update(status())
@@ -77,7 +82,11 @@ class Progress:
         return found
 
     def update(self, status: Status | None) -> None:
-        """Show new steps and the present state of the queues; None: nothing generates."""
+        """Show the new lines of the metrics file, and the present `status` of engines and
+        responses.
+
+        `status` is None if nothing generates, and empty if the manager has no status yet.
+        """
         if self._silent:
             return
         for line in self._new_lines():
@@ -93,7 +102,8 @@ class Progress:
                 self._last = line
                 self._done = int(line["step"]) + 1
                 self._seconds.append(line.get("time/step", 0.0))
-        if status and not self._last:  # a restored run has trained the steps of its version
+        # A restored run has already trained as many steps as its policy number says.
+        if status and not self._last:
             self._done = int(status["version"].rpartition(".")[2])
         for name, message in (status or {}).get("warnings", {}).items():
             self._warn(name, message)
@@ -103,18 +113,26 @@ class Progress:
             self._show_phase(_phase(status))
 
     def _show_phase(self, phase: str) -> None:
-        """Only forwards: a status that fails for a moment does not start the engines again."""
+        """Print the phase of the start, unless it was printed or a later phase was.
+
+        A status that fails for a moment does not look like another start of the engines.
+        """
         if self._phase in ("", _ENGINES_START) and phase not in ("", self._phase):
             self._phase = phase
             self._console.print(phase, highlight=False)
 
     def _warn(self, name: str, message: str) -> None:
-        """Each name once; metrics.jsonl has every one up to the newest weight update."""
+        """Print a warning unless one of the same name was printed.
+
+        metrics.jsonl has all warnings up to the newest weight update.
+        """
         if name not in self._warnings:
             self._console.print(f"warning {name}: {message}", highlight=False)
         self._warnings[name] = message
 
     def _panel(self, status: Status | None) -> Panel:
+        """Return the live panel with progress bar, times, metrics of the last step, status and
+        warnings."""
         line, elapsed = self._last, time.monotonic() - self._began
         done = self._done or 0
         rows: list[tuple[str, str]] = [("time", _times(elapsed, self._seconds, self._steps - done))]
@@ -146,43 +164,50 @@ class Progress:
         bar = ProgressBar(total=self._steps, completed=done)
         width = min(_MOST_COLUMNS, self._console.width)
         rows_of_both = Table.grid(expand=True)
-        rows_of_both.add_row(bar)  # by itself it ends without a line break
+        rows_of_both.add_row(bar)  # Outside a table the bar has no line break at its end.
         rows_of_both.add_row(table)
         title = "starting" if self._done is None else f"{done} of {self._steps} steps"
         return Panel(rows_of_both, title=title, width=width)
 
     def _new_lines(self) -> list[dict[str, Any]]:
+        """Return the complete lines that were appended to the metrics file since the last call."""
         if not self._metrics_file.exists():
             return []
         with self._metrics_file.open("rb") as file:
-            if file.seek(0, os.SEEK_END) < self._offset:  # somebody removed it: this one is new
+            # A shorter file is a new one, since the earlier one was removed.
+            if file.seek(0, os.SEEK_END) < self._offset:
                 self._offset = 0
             file.seek(self._offset)
             data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return list(json_lines(whole))
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return list(json_lines(complete))
 
 
 def format_step(line: dict[str, Any], steps: int) -> str:
-    """Format a finished step, or an evaluation, as a line."""
-    place = f"{line['step']:>4}/{steps - 1}"
+    """Format a line of metrics.jsonl, about a step or an evaluation, for the console.
+
+    Args:
+        line: The line of metrics.jsonl.
+        steps: Number of steps of the run.
+    """
+    position = f"{line['step']:>4}/{steps - 1}"
     if line["kind"] == "eval":
         return "\n".join(_evaluated(line))
     if line["kind"] == "sft":
         return (
-            f"sft {place}  loss {line['train/loss']:.4f}  "
+            f"sft {position}  loss {line['train/loss']:.4f}  "
             f"{line['train/tokens_per_second']:,.0f} tok/s"
         )
     return (
-        f"step {place}  reward {line['rollout/reward_mean']:.3f}  {_speeds(line)} tok/s  "
+        f"step {position}  reward {line['rollout/reward_mean']:.3f}  {_speeds(line)} tok/s  "
         f"lag {line['rollout/lag_mean']:.1f}/{line['rollout/lag_max']:.0f}  "
         f"{line['time/step']:.1f} s"
     )
 
 
 def _evaluated(line: dict[str, Any]) -> list[str]:
-    """Return a line for each evaluation set."""
+    """Format an evaluation as one line for each of its sets."""
     return [
         f"{name}, step {line['step']}: {_scores(line, prefix)} "
         f"({line[f'{prefix}/responses']:.0f} answers, {_sampling(line, prefix)}, "
@@ -192,43 +217,55 @@ def _evaluated(line: dict[str, Any]) -> list[str]:
 
 
 def _scores(line: dict[str, Any], prefix: str) -> str:
+    """Format the accuracy and the mean reward of an evaluation set."""
     accuracy, reward = line[f"{prefix}/accuracy"], line[f"{prefix}/reward_mean"]
     return f"accuracy {100 * accuracy:.1f} %, reward {reward:.3f}"
 
 
 def _sampling(line: dict[str, Any], prefix: str) -> str:
+    """Format how the responses of an evaluation set were sampled."""
     return sampling_name(line[f"{prefix}/temperature"])
 
 
 def _span(line: dict[str, Any], prefix: str) -> str:
-    """The versions of an evaluation that measured several."""
+    """Format the policy versions that an evaluation measured; empty if it measured only one."""
     ends = [line.get(f"{prefix}/version_{end}", 0.0) for end in ("oldest", "newest")]
     return f", versions {ends[0]:.0f} to {ends[1]:.0f}" if ends[0] < ends[1] else ""
 
 
 def _speeds(line: dict[str, Any]) -> str:
-    """Format the speeds of both sides; a batch that was ready before its turn has none."""
+    """Format the tokens per second of generation and training; generation is `-` if not measured.
+
+    Generation is not measured for a batch that was complete before the trainer asked for it.
+    """
     generation = line.get("rollout/tokens_per_second")
     shown = "-" if generation is None else f"{generation:,.0f}"
     return f"gen {shown} train {line['train/tokens_per_second']:,.0f}"
 
 
-def _times(elapsed: float, seconds: deque[float], left: int) -> str:
-    """`3:20, about 12:30 left`."""
+def _times(elapsed: float, seconds: deque[float], remaining: int) -> str:
+    """Format the elapsed and the estimated remaining time, such as `3:20, about 12:30 left`.
+
+    Args:
+        elapsed: Seconds since the start.
+        seconds: Seconds of each of the newest steps.
+        remaining: Number of steps that are not trained yet.
+    """
     text = _clock(elapsed)
-    if seconds and left > 0:
-        text += f", about {_clock(left * sum(seconds) / len(seconds))} left"
+    if seconds and remaining > 0:
+        text += f", about {_clock(remaining * sum(seconds) / len(seconds))} left"
     return text
 
 
 def _clock(seconds: float) -> str:
+    """Format seconds as minutes and seconds, with hours if there are any."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _phase(status: Status | None) -> str:
-    """Name what a run waits for before its first step."""
+    """Return, in words, what a run waits for before its first step; empty if `status` is None."""
     if status is None:
         return ""
     if not status or status["engines_up"] < status["engines"]:
@@ -245,11 +282,12 @@ _STATES = {
     "batched": "in batches so far",
     "dropped": "dropped so far",
 }
-"""States of trajectories, in words. Pending ones have not been sent to an engine yet."""
+"""Names of the trajectory states in words. Pending trajectories, not yet sent to an engine, are
+omitted."""
 
 
 def format_status(status: Status) -> str:
-    """Format engines, weights and responses by state as one line."""
+    """Format engines, weights and the number of responses in each state as one line."""
     if not status:
         return _ENGINES_START
     lineage, _, number = status["version"].rpartition(".")

@@ -1,4 +1,4 @@
-"""Totals of a run, from its metrics file: for the closing table and the head of the report."""
+"""Computes the totals of a run from its metrics file, for the closing table and the report."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,19 +14,22 @@ from megatron_async.telemetry.metrics import (
     sampling_name,
 )
 
-_ESS = "off_policy/ess"  # raw, per token (docs/semantics.md section 4: "ESS" alone)
+_ESS = (
+    "off_policy/ess"  # Raw, per token: "ESS" without qualification (docs/semantics.md section 4).
+)
 _MOST_AVERAGED = 5
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Results of one evaluation of one set, with the settings that they depend on.
+    """Results of one evaluation of one set, with the settings on which they depend.
 
     Attributes:
-        temperature: sampling temperature; 0 for greedy responses.
-        reward_max: largest reward.
-        solved_at: reward from which on a response counted as right.
-        scored_by: description of the rewards (`scoring.identity`).
+        step: Policy number that was evaluated.
+        temperature: Sampling temperature; 0 for greedy responses.
+        reward_max: Largest reward.
+        solved_at: Reward from which a response counted as right.
+        scored_by: Description of the rewards (`scoring.identity`).
     """
 
     step: int
@@ -39,20 +42,22 @@ class Measured:
 
     @classmethod
     def of(cls, line: Mapping[str, float], prefix: str) -> "Measured":
-        """Read the set whose metrics begin with `prefix` from a line of an evaluation."""
+        """Parse the results of the set whose metrics begin with `prefix` from an evaluation's
+        line."""
         names = ("accuracy", "reward_mean", "reward_max", "temperature", "solved_at")
         numbers = {name: line[f"{prefix}/{name}"] for name in names}
         return cls(step=int(line["step"]), scored_by=str(line["scored_by"]), **numbers)
 
     @property
     def shown_accuracy(self) -> str:
-        """The accuracy, with the reason if no response could count as right."""
+        """Accuracy as text, with the reason if no response could count as right."""
         if 0 < self.reward_max < self.solved_at:
             return f"{percent(self.accuracy)}: no reward reached eval.solved_at {self.solved_at:g}"
         return percent(self.accuracy)
 
     def changes(self, later: "Measured") -> list[str]:
-        """List what makes accuracies of this evaluation and a later one incomparable."""
+        """List the settings that make the accuracies of this evaluation and a later one
+        incomparable."""
         settings = (
             ("eval.solved_at", f"{self.solved_at:g}", f"{later.solved_at:g}"),
             ("sampling", sampling_name(self.temperature), sampling_name(later.temperature)),
@@ -70,9 +75,12 @@ class EvaluatedSet:
     last: Measured | None
 
     def facts(self, start: str) -> list[tuple[str, str]]:
-        """Return name and text of each total; `start` names the time of the first evaluation.
+        """Return the set's accuracy and mean reward as pairs of name and text.
 
-        A first value that cannot be compared with the last one is replaced by the reason.
+        A first value that is not comparable with the last one is replaced by the reason.
+
+        Args:
+            start: Words for the time of the first evaluation.
         """
         first, last = self.first, self.last
         accuracy, reward = first.shown_accuracy, f"{first.reward_mean:.3f}"
@@ -93,9 +101,12 @@ class EvaluatedSet:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Totals of one run. Shares are of trained sequences or tokens; times are seconds.
+    """Totals of one run. Shares are of trained sequences or tokens; times are in seconds.
 
-    `rewards`: the mean at the start and at the end, of up to five steps each.
+    Attributes:
+        steps: Number of trained steps.
+        ess: Raw effective sample size per token; None if not measured.
+        rewards: Mean training reward at the start and at the end, over up to five steps each.
     """
 
     steps: int
@@ -114,13 +125,17 @@ class RunSummary:
 
     @property
     def failures(self) -> str:
-        """Number of scores that have failed, in words."""
+        """Number of failed scores of all scores, as text."""
         return f"{self.failed_scores:,} of {self.scores:,}" if self.scores else "not measured"
 
     def facts(self, start: str = "at the start") -> list[tuple[str, str]]:
-        """Name and text of each total; `start`: what the first evaluation is called."""
+        """Return every total as a pair of name and text.
+
+        Args:
+            start: Words for the time of the first evaluation.
+        """
         rewards = " / ".join(f"{reward:.3f}" for reward in self.rewards)
-        evaluated = [fact for one in self.evaluated for fact in one.facts(start)]
+        evaluated = [fact for results in self.evaluated for fact in results.facts(start)]
         evaluated = evaluated or [("held-out accuracy", "not measured")]
         return [
             *evaluated,
@@ -137,12 +152,12 @@ class RunSummary:
 
 
 def percent(value: float) -> str:
-    """Format a share."""
+    """Format a share as a percentage."""
     return f"{100 * value:.1f} %"
 
 
 def _evaluated(lines: Sequence[Mapping[str, float]]) -> Iterator[EvaluatedSet]:
-    """Yield every set of a run's evaluations, which are in order of their steps."""
+    """Generate every set of a run's evaluations, from their lines in the order of steps."""
     sets: dict[str, list[Measured]] = {}
     for line in lines:
         for name, prefix in evaluated_sets(line).items():
@@ -152,7 +167,11 @@ def _evaluated(lines: Sequence[Mapping[str, float]]) -> Iterator[EvaluatedSet]:
 
 
 def summarize(directory: RunDirectory) -> RunSummary:
-    """Read counts and times of all steps of a run, and the rest of the surviving lineage."""
+    """Compute the totals of the run in `directory`.
+
+    Counts and times are of all steps that were trained, of every lineage; all other values are of
+    the surviving lineage.
+    """
     train = read_metrics(directory.metrics_file)
     evaluations = read_metrics(directory.metrics_file, kind="eval")
     written = read_all_metrics(directory.metrics_file)
@@ -161,9 +180,9 @@ def summarize(directory: RunDirectory) -> RunSummary:
         return sum(line.get(name, 0.0) for line in written)
 
     def weighted(name: str, weight: str = "train/trained_tokens") -> float:
-        known = [line for line in train if name in line]
-        weights = [line.get(weight, 1.0) for line in known]
-        return fmean([line[name] for line in known], weights) if sum(weights) else 0.0
+        lines = [line for line in train if name in line]
+        weights = [line.get(weight, 1.0) for line in lines]
+        return fmean([line[name] for line in lines], weights) if sum(weights) else 0.0
 
     rewards = [line["rollout/reward_mean"] for line in train if "rollout/reward_mean" in line]
     end = max(1, min(_MOST_AVERAGED, len(rewards) // 2))

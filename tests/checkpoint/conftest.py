@@ -1,4 +1,4 @@
-"""The trainer's fixtures, which these tests need too."""
+"""Provides the trainer's fixtures to the tests of checkpoints."""
 
 from tests.trainer.conftest import model_dir, process
 

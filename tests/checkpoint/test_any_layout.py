@@ -1,8 +1,8 @@
-"""What is saved at a random layout is what is loaded at another, bit for bit.
+"""Tests that a checkpoint saved at a random layout loads at another layout, bit for bit.
 
-By hand, for as long as wanted: `LAYOUT_CASES=1000 LAYOUT_SEED=1 pytest` and this file's path, with
-`LAYOUT_RANKS=6` in a larger world; `--junitxml` keeps the greatest difference of a next loss of
-each launch.
+To run more cases by hand: `LAYOUT_CASES=1000 LAYOUT_SEED=1 pytest` and this file's path, with
+`LAYOUT_RANKS=6` for a larger world; `--junitxml` records, for each launch, the greatest difference
+of a loss after the load.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from tests.worlds import legal_layouts, world
 CASES_IN_CI, CASES_A_LAUNCH = 8, 8
 LARGEST_WORLD = int(os.environ.get("LAYOUT_RANKS", 4))
 COUNT = int(os.environ.get("LAYOUT_CASES", CASES_IN_CI))
-# Of CI the first whose cases have everything that `defects` names.
+# The first seed whose CASES_IN_CI cases detect everything that `defects` names.
 SEED = int(os.environ.get("LAYOUT_SEED", 52))
-SECONDS_A_CASE = 40  # at most; a launch that passes it is ended
+SECONDS_A_CASE = 40  # Time limit of a case; a launch that exceeds its cases' limits is ended.
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60 + 2 * SECONDS_A_CASE * COUNT)]
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
@@ -48,9 +48,10 @@ State = dict[str, dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Setup:
-    """One trainer: its layout, its optimizer, and the size of Megatron's gradient buckets.
+    """How a case's trainer is set up: its layout, its optimizer, and the size of Megatron's
+    buckets.
 
-    On a GPU a model has many of them, on a CPU one unless it is set.
+    On a GPU a model has many gradient buckets, on a CPU only one unless `bucket` sets their size.
     """
 
     parallel: ParallelConfig
@@ -68,7 +69,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Case:
-    """A model that is saved by one setup and loaded by another."""
+    """A model that one setup saves and another loads."""
 
     seed: int
     model: Path
@@ -78,7 +79,7 @@ class Case:
 
     @property
     def optimizer(self) -> str:
-        """Every fourth case has Muon, which no setup shards."""
+        """Name of the optimizer: Muon, which no setup shards, for every fourth seed, else Adam."""
         return "muon" if self.seed % 4 == 3 else "adam"
 
     def __str__(self) -> str:
@@ -87,7 +88,10 @@ class Case:
 
 
 def random_case(seed: int, folder: Path) -> Case:
-    """Writes the model. Shapes are odd: no buffer ends where Megatron's padding would."""
+    """Write a random model into `folder`; return it with two random setups.
+
+    Its sizes are odd, so that no buffer ends where Megatron's padding would end.
+    """
     rng = random.Random(seed)
     family = rng.choice([c for c in (*CASES, *EXPERT_CASES) if c not in NARROW_CASES])
     model = folder / f"{seed}-{family}"
@@ -112,7 +116,7 @@ def random_case(seed: int, folder: Path) -> Case:
     layouts = legal_layouts(read_architecture(model), LARGEST_WORLD)
 
     def setup() -> Setup:
-        # Sizes first: there are many more layouts of four ranks than of one.
+        # The world size is drawn first, since four ranks have many more layouts than one rank has.
         ranks = rng.choice([*range(1, LARGEST_WORLD + 1), LARGEST_WORLD, LARGEST_WORLD])
         chosen = rng.choice([layout for layout in layouts if layout.ranks == ranks])
         return Setup(chosen, rng.random() < 0.7, rng.choice([None, 3000]))
@@ -121,7 +125,7 @@ def random_case(seed: int, folder: Path) -> Case:
 
 
 def defects(case: Case) -> set[str]:
-    """What was wrong once, of what this case would show."""
+    """Return which earlier defects this case would detect."""
     model, setups = read_architecture(case.model), (case.first, case.second)
     found = {
         "tied embeddings over stages"
@@ -156,6 +160,8 @@ def config_of(case: Case, setup: Setup) -> RunConfig:
 
 @contextmanager
 def buckets(setup: Setup) -> Iterator[None]:
+    """Give Megatron's gradient buckets the size of the setup during the block."""
+
     def with_buckets(**arguments: Any) -> DistributedDataParallelConfig:
         if setup.bucket is not None:
             arguments |= {"overlap_grad_reduce": True, "bucket_size": setup.bucket}
@@ -166,39 +172,41 @@ def buckets(setup: Setup) -> Iterator[None]:
 
 
 def everything(trainer: PolicyTrainer) -> State:
-    """Collective. Weights and moments of the whole model on rank 0, by Hugging Face name.
+    """Return weights and moments of the whole model by Hugging Face name, on rank 0. Collective.
 
-    Moments take the weights' place and go the weights' way, through Megatron's own buffers and the
-    export to engines: nothing of it is the checkpoint's.
+    To export moments, they temporarily replace the weights in the optimizer, and are exported
+    through Megatron's own buffers and the export to engines, so that no code of the checkpoint is
+    involved.
     """
     masters = [
-        (part, main)
-        for part in trainer.optimizer.chained_optimizers
-        for group in part.optimizer.param_groups
+        (chained, main)
+        for chained in trainer.optimizer.chained_optimizers
+        for group in chained.optimizer.param_groups
         for main in group["params"]
     ]
-    kept = [main.detach().clone() for _, main in masters]
+    originals = [main.detach().clone() for _, main in masters]
     found = {"weights": weights(trainer)}
     for moment in MOMENTS:
-        for part, main in masters:
-            state = part.optimizer.state[main]
+        for chained, main in masters:
+            state = chained.optimizer.state[main]
             main.data.copy_(state[moment] if moment in state else torch.zeros_like(main))
-        found[moment] = _exported(trainer)
-    for (_, main), value in zip(masters, kept, strict=True):
+        found[moment] = _export(trainer)
+    for (_, main), value in zip(masters, originals, strict=True):
         main.data.copy_(value)
-    again = _exported(trainer)
+    again = _export(trainer)
     assert_equal(
         {"weights": again},
         {"weights": found["weights"]},
-        "the model is not what its optimizer holds",
+        "the model differs from its optimizer's copy",
     )
     return found
 
 
-def _exported(trainer: PolicyTrainer) -> dict[str, Tensor]:
-    for part in trainer.optimizer.chained_optimizers:
-        if hasattr(part, "_copy_main_params_to_model_params"):
-            part._copy_main_params_to_model_params()
+def _export(trainer: PolicyTrainer) -> dict[str, Tensor]:
+    """Copy the optimizer's values into the model; return the exported weights. Collective."""
+    for chained in trainer.optimizer.chained_optimizers:
+        if hasattr(chained, "_copy_main_params_to_model_params"):
+            chained._copy_main_params_to_model_params()
     if trainer.wrapped.ddp_config.use_distributed_optimizer:
         trainer.wrapped.start_param_sync()
     return weights(trainer)
@@ -217,7 +225,8 @@ def train(trainer: PolicyTrainer, steps: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Session:
-    """A trainer as a test uses it: at a setup, from a folder, to a folder."""
+    """A trainer of one setup that starts from a checkpoint in `folder` and saves another one
+    there."""
 
     case: Case
     setup: Setup
@@ -225,7 +234,8 @@ class Session:
     folder: Path
 
     def run(self, source: str | None, target: str) -> tuple[State, list[float]] | None:
-        """State at the save, and the losses of two steps after it; None on a rank outside."""
+        """Return the state at the save and the losses of two steps after it; None on a rank without
+        part."""
         with world(self.setup.parallel.ranks, self.number) as member, buckets(self.setup):
             if not member:
                 return None
@@ -251,9 +261,10 @@ class Session:
 
 
 def check(case: Case, folder: Path, number: int) -> float:
-    """Save at the first layout, load and save at the second, load at the first.
+    """Save at the first setup, load and save at the second, load at the first; compare all states.
 
-    The greatest difference of the losses that follow at the second layout.
+    Returns:
+        The greatest difference between the losses that follow at the first and at the second setup.
     """
     rank = int(os.environ["RANK"])
     runs = [(case.first, None, "a"), (case.second, "a", "b"), (case.first, "b", "c")]
@@ -266,7 +277,7 @@ def check(case: Case, folder: Path, number: int) -> float:
     (state, losses), *others = (result for result in results if result is not None)
     for where, (found, after) in zip(("second layout", "first again"), others, strict=True):
         assert_equal(found, state, where)
-        # Sums in another order differ; in half precision that is visible.
+        # Sums in another order differ slightly, more so in half precision.
         tolerance = 1e-5 if case.dtype == "float32" else 2e-2
         assert after == pytest.approx(losses, rel=tolerance, abs=tolerance), where
     assert others[1][1] == losses, "the same layout gives the same losses, bit for bit"
@@ -281,7 +292,8 @@ def check(case: Case, folder: Path, number: int) -> float:
 
 
 def check_all(cases: list[Case], folder: Path) -> dict[str, float]:
-    """The greatest difference of a next loss, by precision."""
+    """Check all cases; return the greatest difference of a loss after the load, for each
+    precision."""
     greatest: dict[str, float] = {}
     for number, case in enumerate(cases):
         try:
@@ -293,17 +305,17 @@ def check_all(cases: list[Case], folder: Path) -> dict[str, float]:
     return greatest
 
 
-def test_any_layout_loads_what_any_other_saved(
+def test_checkpoint_loads_bit_equal_when_saved_at_any_other_layout(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    first, shown = SEED * 1_000_000, set[str]()
+    first, detected = SEED * 1_000_000, set[str]()
     for begin in range(first, first + COUNT, CASES_A_LAUNCH):
         seeds = range(begin, min(begin + CASES_A_LAUNCH, first + COUNT))
         cases = [random_case(seed, tmp_path / "models") for seed in seeds]
-        shown |= set().union(*map(defects, cases))
+        detected |= set().union(*map(defects, cases))
         greatest, *_ = run_ranks(
             check_all, LARGEST_WORLD, cases, tmp_path, timeout_seconds=SECONDS_A_CASE * len(cases)
         )
         record_property(f"seeds from {begin}: greatest difference of a next loss", greatest)
     if "LAYOUT_SEED" not in os.environ:
-        assert shown == {"tied embeddings over stages", "experts at another EP"}
+        assert detected == {"tied embeddings over stages", "experts at another EP"}

@@ -1,4 +1,4 @@
-"""The checksum of a tensor: the same for every cut of it, another one for every change."""
+"""Tests that a tensor's checksum is the same for every cut, and differs after every change."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) ->
 
 
 def whole(tensor: Tensor) -> int:
+    """Return the checksum of a whole tensor."""
     return int(checksum(tensor, (0,) * tensor.dim(), tensor.shape))
 
 
-def test_values_never_change() -> None:
-    """They are in manifests: another value means another format."""
+def test_checksum_values_are_those_of_earlier_versions() -> None:
+    """Manifests contain the values, so other values would need another format version."""
     ramp = torch.arange(12, dtype=torch.float32).reshape(3, 4)
     assert f"{whole(ramp) % 2**64:016x}" == "c3c3f92f11377458"
     assert f"{whole(ramp.to(torch.bfloat16)) % 2**64:016x}" == "9836a71ca849a85e"
@@ -38,7 +39,7 @@ def test_values_never_change() -> None:
 
 @st.composite
 def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, int], list[tuple[int, int, int, int]]]:
-    """A shape, and a grid of boxes that covers it."""
+    """Draw a shape, and a grid of boxes that covers it."""
     rows, cols = draw(st.integers(1, 9)), draw(st.integers(1, 9))
     row_cuts = sorted({0, rows, *draw(st.lists(st.integers(0, rows), max_size=3))})
     col_cuts = sorted({0, cols, *draw(st.lists(st.integers(0, cols), max_size=3))})
@@ -48,21 +49,23 @@ def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, int], list[tuple[int, int, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(cut=cut_tensors(), chunk=st.integers(1, 100))
-def test_pieces_add_up_to_the_whole(dtype: torch.dtype, cut: Any, chunk: int) -> None:
-    """Modulo 2**64, and whatever the size of the chunks in which it is computed."""
+def test_checksums_of_slices_sum_to_the_tensors_for_any_cut_and_chunk(
+    dtype: torch.dtype, cut: Any, chunk: int
+) -> None:
+    """The sum is modulo 2**64, and does not depend on the size of the chunks of the computation."""
     shape, grid = cut
     tensor = random_tensor(shape, dtype)
     expected = whole(tensor)
     with mock.patch.dict(module._CHUNK, {"cpu": chunk}):
         views = [(tensor[a:b, c:d], (a, c)) for a, b, c, d in grid]
-        found = sum(int(checksum(piece, place, shape)) for piece, place in views)
-        copied = sum(int(checksum(piece.clone(), place, shape)) for piece, place in views)
+        found = sum(int(checksum(piece, offsets, shape)) for piece, offsets in views)
+        copied = sum(int(checksum(piece.clone(), offsets, shape)) for piece, offsets in views)
     assert (found - expected) % 2**64 == (copied - expected) % 2**64 == 0
 
 
 @pytest.mark.parametrize("shape", [(3, 700), (700, 3), (1, 999), (999,)])
-def test_threads_add_up_to_the_same(shape: tuple[int, ...]) -> None:
-    """Of a whole tensor, and of a piece that begins within a larger one."""
+def test_checksum_is_equal_when_computed_by_several_threads(shape: tuple[int, ...]) -> None:
+    """Covers a whole tensor, and a slice that begins within a larger tensor."""
     tensor = random_tensor(shape)
     offsets, larger = (5,) * len(shape), tuple(count + 9 for count in shape)
     expected = whole(tensor), int(checksum(tensor, offsets, larger))
@@ -73,10 +76,10 @@ def test_threads_add_up_to_the_same(shape: tuple[int, ...]) -> None:
         assert (whole(tensor), int(checksum(tensor, offsets, larger))) == expected
 
 
-class TestWhatItFinds:
+class TestChecksumDiffers:
     tensor = random_tensor((40, 30))
 
-    def test_any_flipped_bit(self) -> None:
+    def test_checksum_differs_when_any_bit_is_flipped(self) -> None:
         seen = {whole(self.tensor)}
         bits = self.tensor.clone().view(torch.int32).view(-1)
         for number in range(0, len(bits), 7):
@@ -86,7 +89,7 @@ class TestWhatItFinds:
                 bits[number] ^= -(1 << 31) if bit == 31 else 1 << bit
         assert len(seen) == 1 + len(range(0, len(bits), 7)) * 32
 
-    def test_two_values_in_each_others_places(self) -> None:
+    def test_checksum_differs_when_two_values_are_swapped(self) -> None:
         seen = {whole(self.tensor)}
         for other in range(1, 1200):
             swapped = self.tensor.clone().view(-1)
@@ -94,10 +97,10 @@ class TestWhatItFinds:
             seen.add(whole(swapped.view(40, 30)))
         assert len(seen) == 1200
 
-    def test_the_same_values_in_another_shape_or_with_the_sign_of_zero_changed(self) -> None:
+    def test_checksum_differs_when_index_or_sign_of_zero_changes(self) -> None:
         zeros = torch.zeros(8)
         assert whole(-zeros) != whole(zeros)
         assert int(checksum(zeros, (8,), (16,))) != whole(zeros)
 
-    def test_not_numbers_are_compared_by_their_bits(self) -> None:
+    def test_checksum_is_equal_for_nans_of_equal_bits(self) -> None:
         assert whole(torch.full((5,), torch.nan)) == whole(torch.full((5,), torch.nan))

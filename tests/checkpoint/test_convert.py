@@ -1,4 +1,4 @@
-"""Conversion, also by its command: bit-exact both ways, streaming, whole or not at all."""
+"""Tests that conversion, also by its command, is bit-exact, streamed, and all or nothing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One directory for each case."""
+    """Return a folder with a model directory for each family."""
     root = tmp_path_factory.mktemp("models")
     for case in FAMILIES:
         save_hf_model(case, root / case)
@@ -75,7 +75,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         if tp < 4 or case not in NARROW_CASES
     ],
 )
-def test_there_and_back_is_bit_exact(
+def test_conversion_to_megatron_and_back_is_bit_exact(
     case: str, tp: int, pp: int, models: Path, tmp_path: Path
 ) -> None:
     hf_to_megatron(models / case, tmp_path / "megatron", tensor=tp, pipeline=pp)
@@ -87,7 +87,7 @@ def test_there_and_back_is_bit_exact(
     )
 
 
-def test_a_family_of_the_users_own_converts_there_and_back(tmp_path: Path) -> None:
+def test_conversion_there_and_back_is_bit_exact_for_user_defined_family(tmp_path: Path) -> None:
     save_hf_model("mistral", tmp_path / "model")
     example = Path(__file__).parents[2] / "examples" / "own_family" / "mistral.py"
     family = f"{example}:FAMILY"
@@ -95,11 +95,15 @@ def test_a_family_of_the_users_own_converts_there_and_back(tmp_path: Path) -> No
     megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", family=family)
     assert_same(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "model"))
     with SafetensorsDirectory(tmp_path / "hf") as converted:
-        assert converted.version() == "", "no run has made these weights"
+        assert converted.version() == "", "the weights are not from a run"
 
 
 def start_and_save(models: Path, root: Path, layout: str) -> list[str]:
-    """On every rank: a trainer that starts from converted weights saves; the saves' places."""
+    """On every rank, start a trainer from converted weights and save it, once for each family.
+
+    Returns:
+        The families, whose runs are below `root`.
+    """
     for case in FAMILIES:
         run = root / layout / case
         config = settings(
@@ -120,10 +124,11 @@ def start_and_save(models: Path, root: Path, layout: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_trainer_starts_from_converted_weights_and_its_checkpoint_converts_back(
+def test_checkpoint_converts_back_when_run_started_from_converted_weights(
     layout: str, models: Path, tmp_path: Path
 ) -> None:
-    for case in FAMILIES:  # cut for another layout than the one that loads them
+    # The checkpoints are cut for another layout than that of the trainers that load them.
+    for case in FAMILIES:
         hf_to_megatron(models / case, tmp_path / "converted" / case, tensor=1, pipeline=4)
     run_ranks(start_and_save, 2, models, tmp_path, layout, timeout_seconds=150)
     for case in FAMILIES:
@@ -133,14 +138,15 @@ def test_a_trainer_starts_from_converted_weights_and_its_checkpoint_converts_bac
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run directory with one checkpoint, and its trainer's log-probs of a batch after saving."""
+    """A run directory with one checkpoint, and the log-probs of a batch by the trainer that saved
+    it."""
 
     directory: Path
     batch: TokenBatch
     logprobs_T: FloatArray
 
     def assert_same_outputs(self, hf: Path) -> None:
-        """transformers, with the model in `hf`, gives the trainer's log-probs."""
+        """Check that transformers computes the trainer's log-probs with the model in `hf`."""
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(hf).eval()
@@ -153,7 +159,8 @@ class TrainedRun:
 
 @pytest.fixture(scope="module")
 def trained(models: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
-    """One large step away from the Hugging Face model that it began with."""
+    """Return a run that is one large step away from the Hugging Face model with which it
+    started."""
     directory = tmp_path_factory.mktemp("trained")
     config = settings(models / "qwen3", {"optimizer": {"lr": 1e-2}})
     with trainer_session(config) as trainer:
@@ -168,7 +175,7 @@ def trained(models: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainedRu
 
 
 @pytest.mark.slow
-def test_a_trained_checkpoint_gives_the_trainers_outputs_in_transformers(
+def test_converted_checkpoint_gives_the_trainers_logprobs_in_transformers(
     trained: TrainedRun, models: Path, tmp_path: Path
 ) -> None:
     megatron_to_hf(trained.directory, tmp_path / "hf")
@@ -180,7 +187,7 @@ def test_a_trained_checkpoint_gives_the_trainers_outputs_in_transformers(
 
 
 @pytest.mark.slow
-def test_the_script_for_jobs_converts_a_run_or_shows_its_usage(
+def test_convert_script_converts_a_run_or_prints_its_usage(
     trained: TrainedRun, tmp_path: Path
 ) -> None:
     def convert_to_hf(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -205,7 +212,9 @@ def test_the_script_for_jobs_converts_a_run_or_shows_its_usage(
 
 @pytest.mark.slow
 class TestPrecision:
-    def test_mixed_precision_is_kept(self, models: Path, tmp_path: Path) -> None:
+    def test_conversion_keeps_precision_of_each_tensor_when_mixed(
+        self, models: Path, tmp_path: Path
+    ) -> None:
         source = tmp_path / "source"
         source.mkdir()
         tensors = {
@@ -218,7 +227,9 @@ class TestPrecision:
         megatron_to_hf(tmp_path / "megatron", tmp_path / "hf")
         assert_same(tensors_of(tmp_path / "hf"), tensors)
 
-    def test_a_cast_is_recorded_in_config_json(self, models: Path, tmp_path: Path) -> None:
+    def test_conversion_records_dtype_in_config_json_when_it_casts(
+        self, models: Path, tmp_path: Path
+    ) -> None:
         hf_to_megatron(models / "llama3", tmp_path / "megatron")
         megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", dtype="bfloat16")
         expected = {
@@ -232,26 +243,32 @@ class TestPrecision:
 
 @pytest.mark.slow
 class TestRefusals:
-    def test_sentences(self, models: Path, tmp_path: Path) -> None:
+    def test_conversion_names_the_fault_when_source_or_destination_is_unusable(
+        self, models: Path, tmp_path: Path
+    ) -> None:
         source = models / "llama3"
-        taken = tmp_path / "taken"
-        taken.mkdir()
-        with pytest.raises(UserError, match=r"--dst .*taken exists already"):
-            hf_to_megatron(source, taken)
+        existing = tmp_path / "existing"
+        existing.mkdir()
+        with pytest.raises(UserError, match=r"--dst .*existing exists already"):
+            hf_to_megatron(source, existing)
         with pytest.raises(UserError, match=r"parallel\.tensor is 3"):
             hf_to_megatron(source, tmp_path / "x", tensor=3)
         with pytest.raises(UserError, match="does not exist"):
             megatron_to_hf(tmp_path / "nowhere", tmp_path / "x")
-        with pytest.raises(UserError, match="is not complete"):
+        with pytest.raises(UserError, match="has no readable manifest"):
             megatron_to_hf(source, tmp_path / "x")
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["taken"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["existing"]
 
-    def test_a_checkpoint_of_another_model(self, models: Path, tmp_path: Path) -> None:
+    def test_conversion_refuses_checkpoint_of_another_model(
+        self, models: Path, tmp_path: Path
+    ) -> None:
         hf_to_megatron(models / "qwen2", tmp_path / "megatron")
-        with pytest.raises(UserError, match=r"tensor .* has shape .* config\.json asks for"):
+        with pytest.raises(UserError, match=r"tensor .* has shape .* config\.json requires"):
             megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", model=models / "gemma3")
 
-    def test_a_damaged_checkpoint(self, models: Path, tmp_path: Path) -> None:
+    def test_conversion_refuses_checkpoint_when_a_file_is_damaged(
+        self, models: Path, tmp_path: Path
+    ) -> None:
         hf_to_megatron(models / "qwen2", tmp_path / "megatron")
         path = tmp_path / "megatron" / "rank_00000.f32.safetensors"
         path.write_bytes(path.read_bytes()[:-1])
@@ -264,8 +281,9 @@ if TYPE_CHECKING:
 
 
 def write_source(folder: Path, gigabytes: float, shard_gb: float) -> int:
-    """A random bf16 Llama of about this size; its bytes."""
-    layers = max(1, round(gigabytes / 0.25))  # a layer of this shape has 0.25 GB
+    """Write a random bfloat16 Llama of about `gigabytes` into `folder`; return its size in
+    bytes."""
+    layers = max(1, round(gigabytes / 0.25))  # A layer of this shape has 0.25 GB.
     config = {
         "model_type": "llama",
         "hidden_size": 3072,
@@ -290,7 +308,7 @@ def write_source(folder: Path, gigabytes: float, shard_gb: float) -> int:
             for name, shape in zip(
                 parameter_id.tensor_names, parameter_id.rule.shapes, strict=True
             ):
-                # Below the bits of infinity: a conversion refuses what no model has.
+                # Bits below those of infinity, since a conversion refuses non-finite weights.
                 bits = torch.randint(0, 0x7F80, shape, generator=generator, dtype=torch.int16)
                 total += bits.nbytes
                 yield name, bits.view(torch.bfloat16)
@@ -300,6 +318,7 @@ def write_source(folder: Path, gigabytes: float, shard_gb: float) -> int:
 
 
 def call(*arguments: object) -> str:
+    """Run the command `convert`; return its output."""
     result = CliRunner().invoke(app, ["convert", *map(str, arguments)], env={"COLUMNS": "200"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -309,7 +328,7 @@ def call(*arguments: object) -> str:
 
 @pytest.mark.slow
 @pytest.mark.one_core
-def test_the_command_converts_there_and_back_with_index_and_progress(tmp_path: Path) -> None:
+def test_convert_command_writes_index_and_shows_progress(tmp_path: Path) -> None:
     source, checkpoint, back = (tmp_path / name for name in ("hf", "megatron", "back"))
     save_hf_model("llama3", source)
     (source / "tokenizer.json").write_text("{}")
@@ -332,7 +351,7 @@ import re, sys, threading, time
 from pathlib import Path
 from megatron_async.checkpoint.convert import hf_to_megatron, megatron_to_hf
 
-def now():  # without mapped files, whose pages the system takes back when it needs them
+def now():  # Without mapped files, whose pages the system reclaims when it needs memory.
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
 def watch():
@@ -353,14 +372,14 @@ print(peak - before)
 
 @pytest.mark.slow
 @pytest.mark.one_core
-def test_memory_is_about_twice_the_largest_file_whatever_the_size(tmp_path: Path) -> None:
-    """A source of 0.9 GB in files of 0.2 GB."""
+def test_conversion_memory_stays_about_twice_the_largest_file(tmp_path: Path) -> None:
+    """Converts a model of 0.9 GB whose files have 0.2 GB each."""
     source = tmp_path / "source"
     write_source(source, gigabytes=1.0, shard_gb=0.2)
     largest = max(path.stat().st_size for path in source.glob("*.safetensors"))
     whole = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     assert whole > 4 * largest
-    # One process for both: what the second way needs comes on top of what the first one left.
+    # One process runs both conversions, so that memory left by the first counts for the second.
     done = subprocess.run(
         [sys.executable, "-c", _PEAK, *(str(p) for p in (source, tmp_path / "m", tmp_path / "b"))],
         capture_output=True,
@@ -369,13 +388,13 @@ def test_memory_is_about_twice_the_largest_file_whatever_the_size(tmp_path: Path
     )
     assert done.returncode == 0, done.stderr
     peaks = [int(word) * 1024 for word in done.stdout.split()[-2:]]
-    for way, grown in zip(("there", "back"), peaks, strict=True):
-        assert grown <= 2.2 * FILE_BYTES, f"{way}: {grown / 1e6:.0f} MB, files of 200 MB"
+    for direction, grown in zip(("to Megatron", "to Hugging Face"), peaks, strict=True):
+        assert grown <= 2.2 * FILE_BYTES, f"{direction}: {grown / 1e6:.0f} MB, files of 200 MB"
 
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_what_was_converted_back_loads_in_sglang(
+def test_converted_model_has_the_same_checksum_in_sglang(
     sglang_engine: EngineUnderTest, tmp_path: Path
 ) -> None:
     sglang_engine.hold("a")

@@ -1,4 +1,4 @@
-"""Files of pieces: any box is read from any cut, plain safetensors, corrupt in one sentence."""
+"""Tests that any box is read from any cut of a tensor, and that damaged files are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron_async.checkpoint import files as module
-from megatron_async.checkpoint.files import PieceReader, RankFiles, header_room, piece_key
+from megatron_async.checkpoint.files import PieceReader, RankFiles, max_entry_bytes, piece_key
 from megatron_async.checkpoint.manifest import CorruptCheckpoint
 
 NAME = "weights/w"
@@ -28,10 +28,10 @@ WHOLE = torch.arange(35, dtype=torch.float32).reshape(5, 7)
 
 
 def write(folder: Path, pieces: list[tuple[tuple[int, ...], Tensor]], ranks: int = 1) -> list[str]:
-    """Pieces of one tensor, given to the ranks in turn; the names of the files."""
-    room = sum(header_room(piece_key(NAME, offsets)) for offsets, _ in pieces)
+    """Write slices of one tensor, divided over the ranks; return the names of the files."""
+    header_bytes = sum(max_entry_bytes(piece_key(NAME, offsets)) for offsets, _ in pieces)
     for rank in range(ranks):
-        with RankFiles(folder, rank, room) as files:
+        with RankFiles(folder, rank, header_bytes) as files:
             for offsets, tensor in pieces[rank::ranks]:
                 files.add(piece_key(NAME, offsets), tensor)
             files.finish()
@@ -39,6 +39,7 @@ def write(folder: Path, pieces: list[tuple[tuple[int, ...], Tensor]], ranks: int
 
 
 def read(folder: Path, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    """Return the box of a shape at the index `offsets` of the tensor that `folder` stores."""
     into = torch.full(shape, -1.0)
     with PieceReader(folder, [path.name for path in folder.iterdir()]) as reader:
         reader.read(NAME, offsets, into)
@@ -52,7 +53,7 @@ def read(folder: Path, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tens
     box=st.tuples(st.integers(0, 4), st.integers(0, 6), st.integers(1, 5), st.integers(1, 7)),
     band=st.integers(1, 80),
 )
-def test_any_box_is_read_from_any_cut(
+def test_reader_fills_any_box_from_any_cut_of_the_tensor(
     row_cuts: set[int],
     col_cuts: set[int],
     box: tuple[int, int, int, int],
@@ -72,33 +73,33 @@ def test_any_box_is_read_from_any_cut(
     assert torch.equal(found, expected)
 
 
-def test_a_file_is_one_that_the_safetensors_library_reads(tmp_path: Path) -> None:
+def test_tensor_file_is_readable_by_the_safetensors_library(tmp_path: Path) -> None:
     (name,) = write(tmp_path, [((0, 0), WHOLE[:2]), ((2, 0), WHOLE[2:])])
     with safe_open(tmp_path / name, framework="pt") as file:
         assert sorted(file.keys()) == ["weights/w@0,0", "weights/w@2,0"]
         assert torch.equal(file.get_tensor("weights/w@2,0"), WHOLE[2:])
 
 
-def test_each_precision_has_a_file_of_its_own(tmp_path: Path) -> None:
+def test_rank_files_writes_a_separate_file_for_each_precision(tmp_path: Path) -> None:
     names = write(tmp_path, [((0,), torch.ones(3, dtype=torch.bfloat16)), ((3,), torch.ones(2))])
     assert names == ["rank_00000.bf16.safetensors", "rank_00000.f32.safetensors"]
     assert torch.equal(read(tmp_path, (0,), (5,)), torch.ones(5))
 
 
-def test_what_no_piece_covers_is_missed_by_name(tmp_path: Path) -> None:
+def test_reader_names_the_tensor_when_slices_do_not_cover_the_box(tmp_path: Path) -> None:
     write(tmp_path, [((0, 0), WHOLE[:2]), ((3, 0), WHOLE[3:])])
     assert torch.equal(read(tmp_path, (3, 1), (2, 2)), WHOLE[3:, 1:3])
     with pytest.raises(CorruptCheckpoint, match=r"tensor weights/w has 28 of the 35 elements"):
         read(tmp_path, (0, 0), (5, 7))
 
 
-# ------------------------------------------------------------ somebody else's bytes
+# ------------------------------------------------------------ files with wrong content
 
 Entry = dict[str, Any]
 
 
 def with_header(folder: Path, change: Callable[[dict[str, Entry]], Any]) -> None:
-    """The file's header changed, of the same length or longer."""
+    """Change the header of the only file in `folder`, which may become longer but not shorter."""
     (path,) = folder.iterdir()
     content = path.read_bytes()
     (length,) = struct.unpack_from("<Q", content)
@@ -109,6 +110,7 @@ def with_header(folder: Path, change: Callable[[dict[str, Entry]], Any]) -> None
 
 
 def first(header: dict[str, Entry]) -> Entry:
+    """Return the first entry of a header."""
     return next(iter(header.values()))
 
 
@@ -128,7 +130,7 @@ def first(header: dict[str, Entry]) -> Entry:
         lambda header: [1, 2],
     ],
 )
-def test_a_header_that_does_not_describe_the_file_is_corrupt(
+def test_reader_refuses_file_when_its_header_contradicts_it(
     tmp_path: Path, change: Callable[[dict[str, Entry]], Any]
 ) -> None:
     write(tmp_path, [((0, 0), WHOLE)])
@@ -148,13 +150,13 @@ def test_a_header_that_does_not_describe_the_file_is_corrupt(
         pickle.dumps(WHOLE),
     ],
 )
-def test_other_bytes_are_corrupt(tmp_path: Path, content: bytes) -> None:
+def test_reader_refuses_file_when_it_is_not_safetensors(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "rank_00000.f32.safetensors").write_bytes(content)
     with pytest.raises(CorruptCheckpoint, match="cannot be read"):
         read(tmp_path, (0, 0), (5, 7))
 
 
-def test_wherever_a_file_is_torn_it_is_corrupt(tmp_path: Path) -> None:
+def test_reader_refuses_file_when_truncated_at_any_byte(tmp_path: Path) -> None:
     (name,) = write(tmp_path, [((0, 0), WHOLE)])
     whole = (tmp_path / name).read_bytes()
     for end in range(len(whole)):
@@ -163,12 +165,12 @@ def test_wherever_a_file_is_torn_it_is_corrupt(tmp_path: Path) -> None:
             read(tmp_path, (0, 0), (5, 7))
 
 
-def test_a_name_that_leads_out_of_the_checkpoint_is_not_followed(tmp_path: Path) -> None:
+def test_reader_refuses_file_name_outside_the_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpoint, match="is not a name inside the checkpoint"):
         PieceReader(tmp_path, ["rank_00000/../../outside.safetensors"])
 
 
-def test_a_file_that_ends_after_its_header_was_read_is_corrupt(tmp_path: Path) -> None:
+def test_reader_refuses_file_when_truncated_after_its_header_was_read(tmp_path: Path) -> None:
     (name,) = write(tmp_path, [((0, 0), WHOLE)])
     with PieceReader(tmp_path, [name]) as reader:
         content = (tmp_path / name).read_bytes()

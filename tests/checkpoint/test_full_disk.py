@@ -1,4 +1,5 @@
-"""Checkpoints and exports on a full or a read-only disk: a sentence, and the old ones stay."""
+"""Tests that a full or read-only disk fails saves and exports with a clear message and no
+damage."""
 
 from __future__ import annotations
 
@@ -44,21 +45,26 @@ def save(checkpoints: CheckpointManager, trainer: PolicyTrainer) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 0.9])
-def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(
+def test_failed_save_keeps_previous_checkpoint_when_disk_is_full(
     trainer: PolicyTrainer, disk: SmallDisk, share: float, asynchronous: bool
 ) -> None:
-    """`share` of what it needs is there: it fails at another of its files each time."""
+    """Free space is `share` of what the save needs, so that each case fails at another file."""
     root = disk.path / "checkpoints"
     checkpoints = CheckpointManager(root, CheckpointConfig(asynchronous=asynchronous))
     save(checkpoints, trainer)
     disk.fill(leave=int(share * bytes_of(root)))
     with pytest.raises(ComponentFailure) as failure:
         save(checkpoints, trainer)
-    sentence = str(failure.value)
-    assert sentence.startswith(f"checkpoint of step 2 in {root} could not be written (")
-    assert "No space left on device; free space on its file system" in sentence
-    assert sentence.endswith(f"; the last good is {root / 'step_000001'}") and "\n" not in sentence
-    assert [path.name for path in root.iterdir()] == ["step_000001"], "its part is removed"
+    message = str(failure.value)
+    assert message.startswith(f"checkpoint of step 2 in {root} could not be written (")
+    assert "No space left on device; free space on its file system" in message
+    assert (
+        message.endswith(f"; the newest finalized checkpoint is {root / 'step_000001'}")
+        and "\n" not in message
+    )
+    assert [path.name for path in root.iterdir()] == ["step_000001"], (
+        "the files of the failed save are removed"
+    )
     newest = find_latest(root)
     assert newest is not None and newest.step == 1
     disk.make_room()
@@ -66,7 +72,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(
     assert find_latest(root).step == 3  # type: ignore[union-attr]
 
 
-def test_a_checkpoint_on_a_read_only_disk_is_a_sentence(
+def test_failed_save_states_the_cause_when_disk_is_read_only(
     trainer: PolicyTrainer, disk: SmallDisk
 ) -> None:
     root = disk.path / "checkpoints"
@@ -78,7 +84,7 @@ def test_a_checkpoint_on_a_read_only_disk_is_a_sentence(
     assert find_latest(root).step == 1  # type: ignore[union-attr]
 
 
-def test_an_export_that_does_not_fit_leaves_nothing(
+def test_failed_export_leaves_no_files_when_disk_is_full(
     trainer: PolicyTrainer, disk: SmallDisk, model_dir: Path
 ) -> None:
     for leave in (0, 4096, bytes_of(model_dir) // 2):
@@ -93,7 +99,7 @@ def test_an_export_that_does_not_fit_leaves_nothing(
         save_hf(trainer.model, disk.path / "again", model_dir)
 
 
-def test_a_conversion_that_does_not_fit_leaves_nothing(
+def test_failed_conversion_leaves_no_files_when_disk_is_full(
     disk: SmallDisk, model_dir: Path, tmp_path: Path
 ) -> None:
     source = tmp_path / "megatron"

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: layouts that change, memory, a rank's full disk, a kill."""
+"""Tests checkpoints of several ranks: memory use, a full disk of one rank, and a killed save."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def train(trainer: PolicyTrainer, steps: int) -> list[float]:
 
 
 def full_disk_on_one_rank(model_dir: Path, root: Path) -> str:
-    """The message of the failed save, on every rank; the save after it succeeds."""
+    """On every rank, return the message of a save that fails; check that the next save succeeds."""
     config = settings(model_dir, TP2)
     checkpoints = CheckpointManager(root, CheckpointConfig())
     write = SaveJob._write_files
@@ -53,7 +53,7 @@ def full_disk_on_one_rank(model_dir: Path, root: Path) -> str:
                 checkpoints.wait()
             except ComponentFailure as failure:
                 message = str(failure)
-        if os.environ["RANK"] == "0":  # Rank 0 makes the directory of the next save itself.
+        if os.environ["RANK"] == "0":  # Other ranks may see the next save's directory.
             names = sorted(path.name for path in root.iterdir())
             assert names == ["step_000001"], names
         checkpoints.save(trainer, {})
@@ -64,7 +64,7 @@ def full_disk_on_one_rank(model_dir: Path, root: Path) -> str:
     return message
 
 
-def test_one_rank_with_a_full_disk_fails_the_save_on_all_and_harms_nothing(
+def test_save_fails_on_all_ranks_when_one_ranks_disk_is_full(
     model_dir: Path, tmp_path: Path
 ) -> None:
     for message in run_ranks(full_disk_on_one_rank, 2, model_dir, tmp_path, timeout_seconds=90):
@@ -73,7 +73,8 @@ def test_one_rank_with_a_full_disk_fails_the_save_on_all_and_harms_nothing(
 
 
 def killed_while_saving(model_dir: Path, root: Path) -> None:
-    """Rank 0 kills itself after all files are written, before the manifest is."""
+    """On rank 0, kill this process after all files of a save are written and before its manifest
+    is."""
     config = settings(model_dir, DP2)
     checkpoints = CheckpointManager(root, CheckpointConfig(asynchronous=False))
     with trainer_session(config) as trainer:
@@ -89,6 +90,7 @@ def killed_while_saving(model_dir: Path, root: Path) -> None:
 
 
 def resumed_step(model_dir: Path, root: Path) -> int:
+    """Resume a trainer from the newest checkpoint; return its step."""
     checkpoints = CheckpointManager(root, CheckpointConfig())
     with trainer_session(settings(model_dir, DP2)) as trainer:
         newest = checkpoints.newest()
@@ -97,7 +99,7 @@ def resumed_step(model_dir: Path, root: Path) -> int:
         return trainer.step
 
 
-def test_a_kill_while_saving_leaves_the_checkpoint_before_it(
+def test_resume_uses_previous_checkpoint_when_save_was_killed(
     model_dir: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(RankFailure):
@@ -106,26 +108,29 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before_it(
 
 
 MEGABYTE = 1 << 20
-# The checksum's chunks, a buffer for reading, the header, what the allocator keeps.
+# Memory for the checksum's chunks, a buffer for reading, the header, and the allocator's cache.
 SLACK = 40 * MEGABYTE
 
 
 def peak_growth(action: Callable[[], object]) -> int:
-    """Resident bytes of this process at their highest during it, above those before it."""
+    """Return by how many resident bytes this process grows at most during `action`."""
 
     def resident(field: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten
+    Path("/proc/self/clear_refs").write_text("5")  # Resets the peak.
     before = resident("VmRSS:")
     action()
     return resident("VmHWM:") - before
 
 
 def memory(model_dir: Path, root: Path) -> dict[str, tuple[int, int, int]]:
-    """For each kind of optimizer: its state on this rank, and what a save and a load took."""
+    """Return, for each kind of optimizer, this rank's state and the growth by a save and by a load.
+
+    All three are in bytes.
+    """
     found = {}
     for distributed in (True, False):
         checkpoints = CheckpointManager(root / str(distributed), CheckpointConfig())
@@ -133,7 +138,7 @@ def memory(model_dir: Path, root: Path) -> dict[str, tuple[int, int, int]]:
         with trainer_session(config) as trainer:
 
             def save() -> None:
-                checkpoints.save(trainer, {})  # noqa: B023 - called at once
+                checkpoints.save(trainer, {})  # noqa: B023 - called immediately
                 checkpoints.close()  # noqa: B023
 
             saving = peak_growth(save)
@@ -145,16 +150,16 @@ def memory(model_dir: Path, root: Path) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-def test_no_rank_holds_more_than_its_share_of_a_save_or_of_a_load(tmp_path: Path) -> None:
-    """Two data-parallel ranks: each copies half of the state; a load copies nothing.
+def test_save_and_load_use_no_more_memory_than_the_ranks_share(tmp_path: Path) -> None:
+    """With two data-parallel ranks, each copies half of the state at a save; a load copies nothing.
 
-    Then the weights go from rank to rank bucket by bucket, as after any step; on a CPU all of them
-    are one bucket, which gloo copies.
+    After a load the weights go from rank to rank bucket by bucket, as after any step. On a CPU all
+    weights are one bucket, which gloo copies.
     """
     shape = TinyModel(hidden_size=512, layers=4, heads=8, kv_heads=8, head_dim=64, ffn_size=2048)
     random_model(shape, 0).save_pretrained(str(tmp_path / "model"))
     for found in run_ranks(memory, 2, tmp_path / "model", tmp_path, timeout_seconds=200):
         for state, saving, loading in found.values():
-            assert state > 150 * MEGABYTE, "the share is far above the slack"
+            assert state > 150 * MEGABYTE, "the share must be far above the slack"
             assert saving < state / 2 + SLACK
             assert loading < state / 3 + SLACK

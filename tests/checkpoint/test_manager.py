@@ -1,4 +1,4 @@
-"""Saving and resuming a trainer in one process: bit-equal, in the background, on a failing disk."""
+"""Tests saving and resuming a trainer in one process: bit-equal, in the background, failing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.trainer.cases import ragged_batch, settings, trainer_session, weights
 
 @pytest.fixture(params=["distributed", "replicated", "distributed bf16", "replicated bf16"])
 def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Settings of the optimizer (with bfloat16 weights it has float32 copies of its own)."""
+    """Return the settings of an optimizer; with bfloat16 weights it has separate float32 copies."""
     distributed = request.param.startswith("distributed")
     return {
         "model": {"dtype": "bfloat16" if "bf16" in request.param else "float32"},
@@ -61,10 +61,11 @@ def assert_bit_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tens
 # ------------------------------------------------------------ resuming
 
 
-def test_a_resumed_run_is_bit_equal_to_one_that_was_never_interrupted(
+def test_resumed_run_is_bit_equal_to_an_uninterrupted_run(
     model_dir: Path, tmp_path: Path, kind: dict[str, Any], process: None
 ) -> None:
-    """Recorded batches, saved after step 2, compared after step 5, random states included."""
+    """Trains on recorded batches, saves after step 2, and compares after step 5, also random
+    states."""
     with trainer_with(model_dir, kind) as trainer:
         train(trainer, 2)
         manager(tmp_path).save(trainer, {"store_position": 17})
@@ -83,7 +84,7 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_never_interrupted(
         assert_bit_equal(weights(trainer), reference)
 
 
-def test_step_zero_can_be_saved_and_resumed(
+def test_checkpoint_of_step_zero_can_be_resumed(
     model_dir: Path, tmp_path: Path, kind: dict[str, Any], process: None
 ) -> None:
     with trainer_with(model_dir, kind) as trainer:
@@ -97,16 +98,18 @@ def test_step_zero_can_be_saved_and_resumed(
         assert train(trainer, 2) == losses
 
 
-def test_weights_alone_cannot_be_resumed(model_dir: Path, tmp_path: Path, process: None) -> None:
+def test_load_refuses_checkpoint_when_it_has_only_weights(
+    model_dir: Path, tmp_path: Path, process: None
+) -> None:
     hf_to_megatron(model_dir, tmp_path / "converted")
     with (
         trainer_with(model_dir) as trainer,
-        pytest.raises(UserError, match="cannot be loaded: it has no tensor exp_avg/"),
+        pytest.raises(UserError, match=r"cannot be loaded: tensor exp_avg/.* is missing"),
     ):
         manager(tmp_path).load(trainer, open_checkpoint(tmp_path / "converted"))
 
 
-def test_hyperparameters_are_those_of_the_configuration(
+def test_load_keeps_hyperparameters_of_the_configuration(
     model_dir: Path, tmp_path: Path, process: None
 ) -> None:
     with trainer_with(model_dir, {"optimizer": {"betas": [0.9, 0.95]}}) as trainer:
@@ -116,7 +119,7 @@ def test_hyperparameters_are_those_of_the_configuration(
         assert {group["betas"] for group in trainer.optimizer.param_groups} == {(0.8, 0.9)}
 
 
-def test_when_all_are_corrupt_that_is_an_error_and_not_a_fresh_start(
+def test_newest_raises_when_every_checkpoint_is_corrupt(
     model_dir: Path, tmp_path: Path, process: None
 ) -> None:
     assert manager(tmp_path).newest() is None
@@ -130,7 +133,7 @@ def test_when_all_are_corrupt_that_is_an_error_and_not_a_fresh_start(
 # ------------------------------------------------------------ saving
 
 
-def test_only_the_newest_are_kept_and_the_caller_hears_of_each_commit(
+def test_manager_keeps_newest_checkpoints_and_reports_each_commit(
     model_dir: Path, tmp_path: Path, process: None
 ) -> None:
     checkpoints = manager(tmp_path, keep=2)
@@ -147,15 +150,15 @@ def test_only_the_newest_are_kept_and_the_caller_hears_of_each_commit(
     assert checkpoints.take_finalized() == []
 
 
-def test_training_goes_on_while_an_asynchronous_save_writes(
+def test_asynchronous_save_stores_weights_of_its_start_while_training_proceeds(
     model_dir: Path, tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is saved are the weights of the moment of `save`, however long the disk takes."""
-    let_go = threading.Event()
+    """The checkpoint has the weights at the call of `save`, however long the disk takes."""
+    release = threading.Event()
     write = SaveJob._write_files
 
     def slow_write(job: SaveJob) -> Any:
-        assert let_go.wait(30)
+        assert release.wait(30)
         return write(job)
 
     monkeypatch.setattr(SaveJob, "_write_files", slow_write)
@@ -167,7 +170,7 @@ def test_training_goes_on_while_an_asynchronous_save_writes(
         train(trainer, 2)
         assert checkpoints.take_finalized() == []
         assert manager(tmp_path).newest() is None
-        let_go.set()
+        release.set()
         checkpoints.wait()
         assert checkpoints.take_finalized() == [Finalized(1, ((0, 1),))]
     with trainer_with(model_dir) as trainer:
@@ -177,25 +180,27 @@ def test_training_goes_on_while_an_asynchronous_save_writes(
         assert_bit_equal(weights(trainer), saved)
 
 
-def test_a_save_that_does_not_end_is_an_error_within_the_time_limit(
+def test_close_raises_when_save_exceeds_its_time_limit(
     model_dir: Path, tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    let_go = threading.Event()
+    release = threading.Event()
 
     def hang(job: SaveJob) -> Any:
-        let_go.wait(30)
-        raise OSError("given up")
+        release.wait(30)
+        raise OSError("ended by the test")
 
     monkeypatch.setattr(SaveJob, "_write_files", hang)
     checkpoints = manager(tmp_path, asynchronous=True, timeout_seconds=0.3)
     with trainer_with(model_dir) as trainer:
         checkpoints.save(trainer, {})
-        with pytest.raises(ComponentFailure, match="time limit"):
+        with pytest.raises(
+            ComponentFailure, match=r"not written within checkpoint\.timeout_seconds"
+        ):
             checkpoints.close()
-    let_go.set()
+    release.set()
 
 
-def test_what_a_killed_save_left_is_removed_by_the_next_run(
+def test_save_removes_directories_left_by_killed_saves(
     model_dir: Path, tmp_path: Path, process: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     leftover = tmp_path / ".saving_0.7"
@@ -206,4 +211,4 @@ def test_what_a_killed_save_left_is_removed_by_the_next_run(
         assert checkpoints.newest() is None
         checkpoints.save(trainer, {})
     assert not leftover.exists()
-    assert "never finished" in caplog.text
+    assert "left by an interrupted save" in caplog.text

@@ -1,4 +1,4 @@
-"""The manifest as commit record: atomic, verified, ordered by lineage and step, pruned by count."""
+"""Tests manifests: atomic commits, verification, order by lineage and step, and pruning."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write(
     content: bytes = b"weights",
     model: Path | None = None,
 ) -> Path:
-    """A finalized checkpoint with one file, whose manifest names the tensors of `model`."""
+    """Write a finalized checkpoint with one file, whose manifest names the tensors of `model`."""
     shapes = tensor_shapes(read_architecture(model), "adam") if model else {}
     target = step_directory(root, step)
     temporary = target.with_name(f".tmp-{step}")
@@ -71,13 +71,13 @@ def latest_step(root: Path) -> int | None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 3}', '{"format": 3, "step": 2}'])
-def test_other_json_is_corrupt(text: str) -> None:
+def test_manifest_is_corrupt_when_json_is_something_else(text: str) -> None:
     with pytest.raises(CorruptCheckpoint):
         Manifest.from_json(text)
 
 
-def test_no_flipped_bit_of_a_manifest_becomes_a_position_or_a_counter(tmp_path: Path) -> None:
-    """The files' checksums are in it; what it holds besides is loaded too."""
+def test_manifest_detects_any_flipped_bit_that_changes_it(tmp_path: Path) -> None:
+    """The manifest contains counters and positions besides the files' checksums."""
     path = write(tmp_path, 12) / "manifest.json"
     saved, content = Manifest.from_json(path.read_text()), path.read_bytes()
     silent = []
@@ -93,10 +93,10 @@ def test_no_flipped_bit_of_a_manifest_becomes_a_position_or_a_counter(tmp_path: 
 
 
 @pytest.mark.parametrize("found", [2, 4])
-def test_another_format_is_refused_by_a_sentence_that_names_both(
+def test_checkpoint_is_refused_by_name_when_its_format_is_another(
     tmp_path: Path, found: int
 ) -> None:
-    """Also by a run that looks for its newest one: passed over, it would begin afresh."""
+    """A run that ignored such a checkpoint would restart from scratch."""
     write(tmp_path, 1)
     manifest_file = write(tmp_path, 2) / "manifest.json"
     content = json.loads(manifest_file.read_text())
@@ -110,13 +110,13 @@ def test_another_format_is_refused_by_a_sentence_that_names_both(
         find_latest(tmp_path)
 
 
-def test_the_surviving_line_is_newer_than_an_abandoned_one(tmp_path: Path) -> None:
+def test_find_latest_prefers_newer_lineage_over_higher_step(tmp_path: Path) -> None:
     write(tmp_path, 20, lineage=0)
     write(tmp_path, 12, lineage=1)
     assert latest_step(tmp_path) == 12
 
 
-def test_a_directory_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
+def test_find_latest_ignores_directory_without_manifests(tmp_path: Path) -> None:
     write(tmp_path, 1)
     newest = write(tmp_path, 2)
     for name in (MANIFEST_NAME, COPY_NAME):
@@ -125,9 +125,7 @@ def test_a_directory_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [MANIFEST_NAME, COPY_NAME])
-def test_one_of_whose_manifests_is_lost_is_the_checkpoint_that_it_was(
-    tmp_path: Path, lost: str
-) -> None:
+def test_checkpoint_is_intact_when_one_of_its_manifests_is_lost(tmp_path: Path, lost: str) -> None:
     write(tmp_path, 1)
     newest = write(tmp_path, 2)
     (newest / lost).unlink()
@@ -141,7 +139,7 @@ def test_one_of_whose_manifests_is_lost_is_the_checkpoint_that_it_was(
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "delete"])
-def test_a_damaged_checkpoint_is_passed_over_with_a_message(
+def test_find_latest_skips_and_reports_checkpoint_with_damaged_file(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path, 1)
@@ -160,15 +158,15 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_message(
 
 
 @pytest.mark.parametrize("older", [False, True])
-def test_any_flipped_byte_of_a_manifest_is_read_from_its_copy(tmp_path: Path, older: bool) -> None:
+def test_manifest_copy_is_read_when_the_manifest_is_damaged(tmp_path: Path, older: bool) -> None:
     if older:
         write(tmp_path, 1)
     path = write(tmp_path, 2) / MANIFEST_NAME
     intact = path.read_bytes()
-    for place in range(0, len(intact), 7):
-        path.write_bytes(bytes([*intact[:place], intact[place] ^ 0x10, *intact[place + 1 :]]))
+    for index in range(0, len(intact), 7):
+        path.write_bytes(bytes([*intact[:index], intact[index] ^ 0x10, *intact[index + 1 :]]))
         check_manifests(tmp_path)
-        assert list_checkpoints(tmp_path)[0].step == 2, place
+        assert list_checkpoints(tmp_path)[0].step == 2, index
     path.write_bytes(intact.replace(b'"format": 3', b'"format": 7'))
     assert latest_step(tmp_path) == 2
     for size in (0, 1, len(intact) // 2, len(intact) - 1):
@@ -177,10 +175,10 @@ def test_any_flipped_byte_of_a_manifest_is_read_from_its_copy(tmp_path: Path, ol
 
 
 @pytest.mark.parametrize("older", [False, True])
-def test_a_manifest_without_an_intact_copy_is_refused_and_nothing_is_touched(
+def test_check_manifests_refuses_damaged_manifest_without_intact_copy(
     tmp_path: Path, older: bool
 ) -> None:
-    """An earlier version of this program wrote no copy."""
+    """Also checks that no file is changed. An earlier version of this program wrote no copy."""
     if older:
         write(tmp_path, 1)
     newest = write(tmp_path, 2)
@@ -190,14 +188,14 @@ def test_a_manifest_without_an_intact_copy_is_refused_and_nothing_is_touched(
     for content in (b"", intact[:-3], intact.replace(b'"step": 2', b'"step": 3')):
         path.write_bytes(content)
         before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
-        remedy = r"--from-step \(kept: 1\)" if older else "no other is kept"
+        remedy = r"--from-step \(available: 1\)" if older else "no other checkpoint exists"
         with pytest.raises(UserError, match=rf"step_000002 is damaged: manifest\.json .*{remedy}"):
             check_manifests(tmp_path)
         after = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
         assert before == after
 
 
-def test_what_is_older_than_an_intact_checkpoint_hinders_nobody(tmp_path: Path) -> None:
+def test_check_manifests_ignores_damage_older_than_an_intact_checkpoint(tmp_path: Path) -> None:
     for name in (MANIFEST_NAME, COPY_NAME):
         (write(tmp_path, 1) / name).write_text("{")
     write(tmp_path, 2)
@@ -206,19 +204,19 @@ def test_what_is_older_than_an_intact_checkpoint_hinders_nobody(tmp_path: Path) 
 
 
 class Killed(BaseException):
-    """In place of SIGKILL."""
+    """Stands for SIGKILL."""
 
 
 @pytest.mark.parametrize("steps", range(4))
-def test_a_writer_that_was_killed_has_made_no_checkpoint_or_a_whole_one(
+def test_killed_writer_leaves_a_complete_checkpoint_or_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    """It dies before each change of a name in turn: two of files, one of the directory."""
-    left = iter(range(steps))
+    """The writer dies before each renaming: of two files and of the directory."""
+    allowed_steps = iter(range(steps))
 
     def dies_first(do: Callable[..., object]) -> Callable[..., object]:
         def step(*arguments: object) -> object:
-            if next(left, None) is None:
+            if next(allowed_steps, None) is None:
                 raise Killed
             return do(*arguments)
 
@@ -232,10 +230,12 @@ def test_a_writer_that_was_killed_has_made_no_checkpoint_or_a_whole_one(
     check_manifests(tmp_path)
     found = list_checkpoints(tmp_path)
     assert [all_faults(checkpoint) for checkpoint in found] == [[]] * (steps == 3)
-    assert (tmp_path / "step_000002").exists() == (steps == 3), "its name is the commit"
+    assert (tmp_path / "step_000002").exists() == (steps == 3), (
+        "the directory has its final name only after the commit"
+    )
 
 
-def test_what_is_half_removed_is_no_checkpoint(
+def test_partly_removed_directory_is_not_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(path: Path) -> None:
@@ -249,29 +249,30 @@ def test_what_is_half_removed_is_no_checkpoint(
     assert list_checkpoints(tmp_path) == []
 
 
-def test_a_checkpoint_that_a_person_names_must_be_there_and_intact(tmp_path: Path) -> None:
+def test_open_checkpoint_refuses_missing_or_damaged_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
         open_checkpoint(tmp_path / "nowhere")
     path = write(tmp_path, 3)
     assert open_checkpoint(path).manifest.step == 3
     (path / "data.distcp").write_bytes(b"")
-    with pytest.raises(UserError, match="0 bytes, by its manifest 7"):
+    with pytest.raises(UserError, match="0 bytes; the manifest says 7"):
         open_checkpoint(path)
 
 
 @pytest.mark.parametrize("name", ["/dev/null", "../outside", "pipe", "a\0b"])
-def test_only_regular_files_of_its_own_are_read(tmp_path: Path, name: str) -> None:
-    """The record is that of an empty file: read, each of the first three would pass."""
+def test_faults_refuses_file_names_that_are_unsafe_to_open(tmp_path: Path, name: str) -> None:
+    """The record is that of an empty file, so the first three names would pass if they were
+    read."""
     path = write(tmp_path, 2)
     (tmp_path / "outside").touch()
     os.mkfifo(path / "pipe")
     nothing = hash_file(tmp_path / "outside")
-    kind = "is no regular file" if name == "pipe" else "is not a name inside the checkpoint"
-    (sentence,) = faults(path, {name: nothing})
-    assert sentence.endswith(kind)
+    expected = "is not a regular file" if name == "pipe" else "is not a name inside the checkpoint"
+    (fault,) = faults(path, {name: nothing})
+    assert fault.endswith(expected)
 
 
-def test_an_existing_directory_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+def test_finalize_replaces_existing_directory_of_the_same_step(tmp_path: Path) -> None:
     write(tmp_path, 5, lineage=0, content=b"old")
     path = write(tmp_path, 5, lineage=1, content=b"new")
     assert (path / "data.distcp").read_bytes() == b"new"

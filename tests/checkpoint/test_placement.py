@@ -1,4 +1,4 @@
-"""Where a parameter lies: names and shapes without a layout, shards that cover it exactly once."""
+"""Tests that parameter names do not depend on the layout and that boxes cover parameters once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def architecture(case: str) -> Architecture:
 
 
 def numbered(parameter_id: ParameterId) -> tuple[Tensor, dict[str, Tensor]]:
-    """A whole parameter whose elements are all different, and the tensors it is made of."""
+    """Return a whole parameter whose elements all differ, and the tensors from which it is made."""
     source, count = {}, 0
     for name, shape in zip(parameter_id.tensor_names, parameter_id.rule.shapes, strict=True):
         size = torch.Size(shape).numel()
@@ -50,10 +50,10 @@ def shard_of(parameter_id: ParameterId, source: dict[str, Tensor], size: int, ra
 
 @pytest.mark.parametrize("case", FAMILIES)
 @given(data=st.data())
-def test_any_cut_of_the_shards_covers_every_parameter_exactly_once(
+def test_boxes_of_any_cut_cover_every_parameter_exactly_once(
     case: str, data: st.DataObject
 ) -> None:
-    """The shards are those that a tensor rank holds; padding of the vocabulary is nowhere."""
+    """Cuts the shards of the tensor ranks; no box contains padding of the vocabulary."""
     a = architecture(case)
     parameter_id = data.draw(st.sampled_from(list(stage_parameter_ids(a, 0, 1))))
     size = data.draw(st.sampled_from([1, 2, 4]))
@@ -73,7 +73,7 @@ def test_any_cut_of_the_shards_covers_every_parameter_exactly_once(
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_names_are_unique_and_those_of_the_stages_are_those_of_the_model(case: str) -> None:
+def test_parameter_names_are_unique_and_equal_over_all_stages(case: str) -> None:
     a = architecture(case)
     names = [parameter_id.name for parameter_id in stage_parameter_ids(a, 0, 1)]
     assert len(set(names)) == len(names)

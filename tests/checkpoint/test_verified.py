@@ -1,4 +1,4 @@
-"""What is saved is what the trainer holds, and what is loaded is what was saved, or refused."""
+"""Tests that values which a save or a load misplaces are detected and refused."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from megatron_async.trainer.step import PolicyTrainer
 from tests.trainer.cases import ragged_batch, settings, single_process, trainer_session
 
 NAME = "decoder.layers.1.mlp.linear_fc1.weight"
-OF = r"tensor {} as loaded has checksum [0-9a-f]{{16}}, as saved [0-9a-f]{{16}}"
+MISMATCH = (
+    r"tensor {} has checksum [0-9a-f]{{16}} after loading; it was saved with checksum [0-9a-f]"
+)
 
 
 @pytest.fixture
 def trainer(model_dir: Path) -> Iterator[PolicyTrainer]:
-    """One step away from its model, so that no moment is zero."""
+    """Return a trainer one step away from its initial model, so that no moment is zero."""
     with single_process(), trainer_session(settings(model_dir)) as trainer:
         trainer.train_batch(ragged_batch(0))
         yield trainer
@@ -49,8 +51,8 @@ def moved(values: Tensor) -> Tensor:
     return values.reshape(-1).roll(1).view(values.shape)
 
 
-def writes_elsewhere(name: str) -> AbstractContextManager[Any]:
-    """A save that puts the values of a tensor into wrong places."""
+def misplacing_writes(name: str) -> AbstractContextManager[Any]:
+    """Make saves put the values of tensor `name` at wrong indices during the block."""
     add = RankFiles.add
 
     def shifted(files: RankFiles, key: str, piece: Tensor) -> None:
@@ -59,8 +61,8 @@ def writes_elsewhere(name: str) -> AbstractContextManager[Any]:
     return mock.patch.object(RankFiles, "add", shifted)
 
 
-def reads_elsewhere(name: str) -> AbstractContextManager[Any]:
-    """A load that does."""
+def misplacing_reads(name: str) -> AbstractContextManager[Any]:
+    """Make loads put the values of tensor `name` at wrong indices during the block."""
     read = PieceReader.read
 
     def shifted(reader: PieceReader, found: str, offsets: Any, into: Tensor) -> None:
@@ -72,49 +74,51 @@ def reads_elsewhere(name: str) -> AbstractContextManager[Any]:
 
 
 @pytest.mark.parametrize("tensor", ["weights", "exp_avg", "exp_avg_sq"])
-@pytest.mark.parametrize("at", [writes_elsewhere, reads_elsewhere])
-def test_values_in_wrong_places_are_found_by_name(
+@pytest.mark.parametrize("at", [misplacing_writes, misplacing_reads])
+def test_load_names_the_tensor_when_values_are_at_wrong_indices(
     trainer: PolicyTrainer,
     tmp_path: Path,
     tensor: str,
     at: Callable[[str], AbstractContextManager[Any]],
 ) -> None:
-    """All files match the manifest."""
+    """All files match the manifest, so that only the tensor's checksum differs."""
     name = f"{tensor}/{NAME}"
     with at(name):
         path = save(trainer, tmp_path)
         open_checkpoint(path)
-        with pytest.raises(UserError, match=OF.format(name)) as refused:
+        with pytest.raises(UserError, match=MISMATCH.format(name)) as refused:
             load(trainer, path)
     assert "--from-step" in str(refused.value)
 
 
-@pytest.mark.parametrize("at", [writes_elsewhere, reads_elsewhere])
-def test_a_conversion_finds_them_too_and_leaves_nothing(
+@pytest.mark.parametrize("at", [misplacing_writes, misplacing_reads])
+def test_conversion_names_the_tensor_when_values_are_at_wrong_indices(
     model_dir: Path, tmp_path: Path, at: Callable[[str], AbstractContextManager[Any]]
 ) -> None:
     name = f"weights/{NAME}"
     with at(name):
         hf_to_megatron(model_dir, tmp_path / "megatron", tensor=2)
-        with pytest.raises(UserError, match=OF.format(name)):
+        with pytest.raises(UserError, match=MISMATCH.format(name)):
             megatron_to_hf(tmp_path / "megatron", tmp_path / "hf")
     assert [path.name for path in tmp_path.iterdir()] == ["megatron"]
 
 
-def test_a_start_from_weights_finds_them_too(model_dir: Path, tmp_path: Path) -> None:
-    with writes_elsewhere(f"weights/{NAME}"):
+def test_start_from_weights_names_the_tensor_when_values_are_misplaced(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    with misplacing_writes(f"weights/{NAME}"):
         hf_to_megatron(model_dir, tmp_path / "megatron", tensor=2)
     config = settings(model_dir, {"model": {"checkpoint": str(tmp_path / "megatron")}})
     with (
         single_process(),
-        pytest.raises(UserError, match=OF.format(f"weights/{NAME}")),
+        pytest.raises(UserError, match=MISMATCH.format(f"weights/{NAME}")),
         trainer_session(config),
     ):
         pass
 
 
 @pytest.mark.parametrize("times", [0, 2])
-def test_a_save_in_which_elements_are_missing_or_double_is_no_checkpoint(
+def test_save_fails_when_elements_are_missing_or_saved_twice(
     trainer: PolicyTrainer, tmp_path: Path, times: int
 ) -> None:
     described = state.saved_shards
@@ -128,12 +132,12 @@ def test_a_save_in_which_elements_are_missing_or_double_is_no_checkpoint(
         pytest.raises(ComponentFailure, match="could not be written") as failed,
     ):
         save(trainer, tmp_path)
-    problem = "has 24576 of 12288 elements" if times else "is held by no rank"
+    problem = "has 24576 of 12288 elements" if times else "was saved by no rank"
     assert f"tensor exp_avg/{NAME} {problem}" in str(failed.value)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_that_is_not_its_optimizers_rounding_is_not_saved(
+def test_save_fails_when_model_differs_from_rounded_optimizer_copy(
     model_dir: Path, tmp_path: Path
 ) -> None:
     config = settings(model_dir, {"model": {"dtype": "bfloat16"}})
@@ -141,13 +145,15 @@ def test_a_model_that_is_not_its_optimizers_rounding_is_not_saved(
         save(trainer, tmp_path)
         with torch.no_grad():
             next(p for n, p in trainer.wrapped.named_parameters() if n.endswith(NAME))[0, 0] += 1
-        with pytest.raises(ComponentFailure, match=f"parameter {NAME} is not what the optimizer's"):
+        with pytest.raises(
+            ComponentFailure, match=f"parameter {NAME} differs from the optimizer's"
+        ):
             trainer.step = 1
             save(trainer, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000000"]
 
 
-def test_nothing_of_a_checkpoint_is_unpickled(trainer: PolicyTrainer, tmp_path: Path) -> None:
+def test_load_unpickles_nothing(trainer: PolicyTrainer, tmp_path: Path) -> None:
     path = save(trainer, tmp_path)
     with (
         mock.patch("pickle.loads", side_effect=AssertionError),

@@ -136,7 +136,7 @@ def test_a_shape_that_is_not_known_names_both_ways(
 ) -> None:
     assert command(monkeypatch, "plan", "--config", CONFIG, "model.path=models/llama") == 2
     sentence = capsys.readouterr().err
-    assert "model.path 'models/llama' has no config.json, which suffices without" in sentence
+    assert "model.path 'models/llama' has no config.json (which is enough, without" in sentence
     assert "a simulation may set simulate.model to one of them" in sentence
 
 

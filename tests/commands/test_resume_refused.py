@@ -99,9 +99,9 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
 
 
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "another shape": ("llama", {"intermediate_size": 8}, r"weights/\S+ has shape .* asks for"),
-    "fewer layers": ("llama", {"num_hidden_layers": 1}, r"layers\.1\S+ has shape .* asks for none"),
-    "another family": ("qwen3", {}, r"has shape none, and the model asks for \("),
+    "another shape": ("llama", {"intermediate_size": 8}, r"weights/\S+ has shape .* requires"),
+    "fewer layers": ("llama", {"num_hidden_layers": 1}, r"layers\.1\S+ has shape .* requires none"),
+    "another family": ("qwen3", {}, r"has shape none; the model requires \("),
     "another rope": ("llama", {"rope_theta": 1e4}, r"rope is .*500000.0"),
     "another tokenizer": ("llama", {}, "the tokenizer or the chat template differs"),
 }

@@ -169,7 +169,9 @@ def test_a_corrupt_checkpoint_is_refused_and_the_newer_ones_stay(run: RunDirecto
 def test_a_damaged_manifest_is_refused_and_going_back_sets_it_aside(run: RunDirectory) -> None:
     for name in (MANIFEST_NAME, COPY_NAME):
         (step_directory(run.checkpoints, 6) / name).write_text("{")
-    with pytest.raises(UserError, match=r"step_000006 is damaged: .*--from-step \(kept: 4, 2\)"):
+    with pytest.raises(
+        UserError, match=r"step_000006 is damaged: .*--from-step \(available: 4, 2\)"
+    ):
         check_resume(run, build_config({}))
     check_resume(run, build_config({}), from_step=4)
     assert [place.name for place in rollback_to(run, 4).carry_out()] == [

@@ -55,7 +55,7 @@ def _weights(name: str, value: float, *, whole: bool = False) -> Damage:
 
 
 DAMAGES: dict[str, tuple[Damage, str]] = {
-    "wrong hidden size": (_config(hidden_size=16, head_dim=4), "config.json asks for (128, 16)"),
+    "wrong hidden size": (_config(hidden_size=16, head_dim=4), "config.json requires (128, 16)"),
     "layers as text": (_config(num_hidden_layers="two"), "num_hidden_layers is 'two'"),
     "not UTF-8": (_bytes("config.json", b'{"\xff": 1}'), "is not UTF-8 text"),
     "cut weights": (_cut_weights, "model.safetensors cannot be read"),
@@ -73,10 +73,13 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     },
     "end of text as text in config.json": (_config(eos_token_id="</s>"), "eos_token_id is '</s>'"),
     "end of text of another model": (_config(eos_token_id=128), "eos_token_id is 128; it must"),
-    "a NaN": (_weights("model.norm.weight", np.nan), "tensor model.norm.weight holds NaN or inf"),
+    "a NaN": (
+        _weights("model.norm.weight", np.nan),
+        "tensor model.norm.weight contains NaN or inf",
+    ),
     "an infinity": (
         _weights("model.layers.1.mlp.down_proj.weight", -np.inf),
-        "tensor model.layers.1.mlp.down_proj.weight holds NaN or infinity",
+        "tensor model.layers.1.mlp.down_proj.weight contains NaN or infinity",
     ),
     "zeros": (_weights("model.embed_tokens.weight", 0.0, whole=True), "weight is all zero"),
     "a norm of zeros": (_weights("model.norm.weight", 0.0, whole=True), "norm.weight is all zero"),

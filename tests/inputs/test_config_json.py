@@ -120,7 +120,10 @@ def test_an_undamaged_directory_passes(folders: dict[str, Path], family: str) ->
     [
         ({"rope_scaling": '{"type": "linear"}'}, r"rope_scaling\.factor is None; .*positive"),
         ({"rope_scaling": '["linear"]'}, r"rope_scaling is \['linear'\]; it must be a mapping"),
-        ({"rope_scaling": '{"full_attention": {"rope_theta": 5.0}}'}, "must be one for all layers"),
+        (
+            {"rope_scaling": '{"full_attention": {"rope_theta": 5.0}}'},
+            "must be one rope for all layers",
+        ),
         ({"partial_rotary_factor": "0.5"}, "partial_rotary_factor is 0.5, which is not supported"),
         ({"final_logit_softcapping": "30.0"}, "final_logit_softcapping is 30.0, which is not"),
         ({"quantization_config": '{"quant_method": "fp8"}'}, "quantization_config is .*not supp"),
@@ -132,8 +135,8 @@ def test_an_undamaged_directory_passes(folders: dict[str, Path], family: str) ->
         ({"model_type": r'"\ud800"'}, r"model_type '\\ud800' in .* is not supported"),
         ({"tie_word_embeddings": '"false"'}, "tie_word_embeddings is 'false'; .* true or false"),
         ({"dtype": '"int8"'}, "dtype is 'int8'; it must be one of float32, bfloat16, float16"),
-        ({"hidden_size": "16"}, r"embed_tokens\.weight has shape \(128, 8\), .* \(128, 16\)"),
-        ({"num_hidden_layers": "3"}, r"layers\.2\..* is missing; config\.json asks for 3 layers"),
+        ({"hidden_size": "16"}, r"embed_tokens\.weight has shape \(128, 8\); .* \(128, 16\)"),
+        ({"num_hidden_layers": "3"}, r"layers\.2\..* is missing; config\.json requires 3 layers"),
         ({"num_hidden_layers": "1"}, r"layers\.1\..* is unknown .* the 1 layers that config\.json"),
     ],
 )
@@ -152,7 +155,7 @@ def test_one_expert_whose_weight_is_always_one_is_refused_at_the_start(
 ) -> None:
     folder = folders[family]
     (folder / "config.json").write_text(json.dumps({**CONFIGS[family], "num_experts_per_tok": 1}))
-    with pytest.raises(UserError, match="num_experts_per_tok is 1; it must be 2 or more where"):
+    with pytest.raises(UserError, match="num_experts_per_tok is 1; it must be 2 or more if"):
         check_run(_run_config(folder))
 
 

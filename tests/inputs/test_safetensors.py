@@ -143,15 +143,15 @@ Change = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
     [
         (
             lambda t: {k: v for k, v in t.items() if "1.mlp.up" not in k},
-            r"model\.layers\.1\.mlp\.up_proj\.weight is missing; config\.json asks for 2 layers",
+            r"model\.layers\.1\.mlp\.up_proj\.weight is missing; config\.json requires 2 layers",
         ),
         (
             lambda t: {**t, "model.norm.weight": torch.ones(7)},
-            r"model\.norm\.weight has shape \(7,\), config\.json asks for \(8,\)",
+            r"model\.norm\.weight has shape \(7,\); config\.json requires \(8,\)",
         ),
         (
             lambda t: {**t, "model.norm.weight": torch.ones(8, dtype=torch.int32)},
-            r"model\.norm\.weight holds I32; weights must be one of F64, F32, F16, BF16",
+            r"model\.norm\.weight has data type I32; weights must be one of F64, F32, F16, BF16",
         ),
         (
             lambda t: {**t, "model.layers.0.self_attn.q_proj.bias": torch.zeros(4)},
@@ -244,7 +244,7 @@ def test_shards_of_an_index_are_all_opened(folder: Path) -> None:
 
     weight_map[names[0]] = "model-1.safetensors"
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(UserError, match=r"in model-1\.safetensors, which does not hold it"):
+    with pytest.raises(UserError, match=r"in model-1\.safetensors, which does not contain it"):
         check_weights(folder, architecture)
 
     (folder / "model-1.safetensors").unlink()

@@ -162,8 +162,8 @@ def test_a_response_that_leaves_no_room_for_a_prompt_is_refused(
     ("content", "sentence"),
     [
         (b"", "it is empty (0 bytes); download it again"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS and no weights"),
-        (None, "it is cut off or damaged, download it again"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer, not the weights"),
+        (None, "it is truncated or damaged, download it again"),
     ],
     ids=["empty", "pointer", "truncated"],
 )
@@ -190,7 +190,7 @@ def test_a_model_that_is_not_there_is_to_be_downloaded_and_a_path_is_no_name_on_
     other = "ORGANIZATION/NAME --local-dir DIRECTORY` and set model.path=DIRECTORY"
     named = {"Qwen/Qwen2.5-7B": hub, "models/SmolLM2": other, "/nowhere": other}
     for path, command in named.items():
-        with pytest.raises(UserError, match=rf"model.path '{path}' is no directory") as refused:
+        with pytest.raises(UserError, match=rf"model.path '{path}' is not a directory") as refused:
             check_run(settings(folder, model={"path": path}))
         assert str(refused.value).endswith(f"or download the model with `hf download {command}")
     with pytest.raises(UserError, match=r"model.path is empty; set it to"):

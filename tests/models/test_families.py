@@ -1,4 +1,5 @@
-"""Families: the table names exactly the checkpoint's tensors; what is unsupported is refused."""
+"""Tests that a family's rules name exactly the checkpoint's tensors, and unsupported
+settings fail."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def _write(folder: Path, **changes: Any) -> Path:
 @pytest.mark.slow
 @pytest.mark.one_core
 @pytest.mark.parametrize("case", [*CASES, *EXPERT_CASES])
-def test_the_table_names_every_tensor_with_its_shape(case: str, tmp_path: Path) -> None:
+def test_rules_of_a_family_name_every_tensor_with_its_shape(case: str, tmp_path: Path) -> None:
     save_hf_model(case, tmp_path)
     architecture = read_architecture(tmp_path)
     expected: dict[str, tuple[int, ...]] = {}
@@ -55,7 +56,7 @@ def test_the_table_names_every_tensor_with_its_shape(case: str, tmp_path: Path) 
         assert expected == {name: directory.shape(name) for name in directory.file_of}
 
 
-def test_rope_of_transformers_4_and_5_configs(tmp_path: Path) -> None:
+def test_rope_is_equal_in_transformers_4_and_5_configs(tmp_path: Path) -> None:
     scaling = {
         "factor": 8.0,
         "low_freq_factor": 1.0,
@@ -91,7 +92,7 @@ LLAMA3 = {
     ],
     ids=["theta in both", "theta outside", "no theta"],
 )
-def test_rope_is_that_of_transformers_when_rope_scaling_is_beside_rope_parameters(
+def test_rope_equals_that_of_transformers_when_config_has_both_spellings(
     family: str, scaling: dict[str, Any], theta: dict[str, Any], tmp_path: Path
 ) -> None:
     more = {"num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 2048}
@@ -118,7 +119,7 @@ def test_rope_is_that_of_transformers_when_rope_scaling_is_beside_rope_parameter
         (LLAMA3, {**LLAMA3, "original_max_position_embeddings": 4096}),
     ],
 )
-def test_two_ropes_are_refused_with_both_names_when_they_differ(
+def test_read_architecture_names_both_ropes_when_they_differ(
     scaling: dict[str, Any], parameters: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = _write(tmp_path, rope_scaling=scaling, rope_parameters=parameters)
@@ -145,7 +146,7 @@ def test_two_ropes_are_refused_with_both_names_when_they_differ(
         {"rope_scaling": LINEAR, "rope_theta": 3e6, "rope_local_base_freq": 2e4},
     ],
 )
-def test_gemma3_ropes_are_those_of_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_gemma3_ropes_equal_those_of_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
     folder = _write(tmp_path, model_type="gemma3_text", max_position_embeddings=4096, **changes)
     found, theirs = read_architecture(folder), AutoConfig.from_pretrained(folder).rope_parameters
     assert found.local_rope is not None
@@ -155,15 +156,15 @@ def test_gemma3_ropes_are_those_of_transformers(changes: dict[str, Any], tmp_pat
     assert served_context(json.loads((folder / "config.json").read_text())) == 4096
 
 
-def test_yarn_without_an_original_context_has_the_models(tmp_path: Path) -> None:
+def test_yarn_uses_models_context_when_it_states_no_original_context(tmp_path: Path) -> None:
     model = _write(tmp_path, max_position_embeddings=32768, rope_scaling=YARN)
     assert read_architecture(model).rope == Rope(1e4, "yarn", 4.0, original_max_positions=32768)
-    own = {**YARN, "original_max_position_embeddings": 8192, "beta_fast": 16, "beta_slow": 2}
-    found = read_architecture(_write(tmp_path, rope_scaling=own)).rope
+    stated = {**YARN, "original_max_position_embeddings": 8192, "beta_fast": 16, "beta_slow": 2}
+    found = read_architecture(_write(tmp_path, rope_scaling=stated)).rope
     assert (found.original_max_positions, found.beta_fast, found.beta_slow) == (8192, 16, 2)
 
 
-def test_gemma3_layers_of_configs_with_and_without_layer_types(tmp_path: Path) -> None:
+def test_gemma3_local_layers_follow_the_pattern_without_layer_types(tmp_path: Path) -> None:
     old = read_architecture(
         _write(
             tmp_path,
@@ -205,15 +206,17 @@ def test_gemma3_layers_of_configs_with_and_without_layer_types(tmp_path: Path) -
         ({"rope_scaling": YARN, "model_type": "gemma3_text"}, "rope_type is 'yarn'"),
     ],
 )
-def test_what_is_not_supported_is_one_sentence(
+def test_read_architecture_names_the_setting_when_it_is_not_supported(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=message):
         read_architecture(_write(tmp_path, **changes))
 
 
-def test_a_missing_or_damaged_config_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no directory here"):
+def test_read_architecture_names_the_fault_when_config_is_missing_or_damaged(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(UserError, match=r"is not a directory \(seen from"):
         read_architecture(tmp_path / "nowhere")
     with pytest.raises(UserError, match="has no config"):
         read_architecture(tmp_path)
@@ -222,16 +225,16 @@ def test_a_missing_or_damaged_config_is_one_sentence(tmp_path: Path) -> None:
         read_architecture(tmp_path)
 
 
-OWN = Path(__file__).parents[2] / "examples" / "own_family" / "mistral.py"
+USER_DEFINED = Path(__file__).parents[2] / "examples" / "own_family" / "mistral.py"
 
 
-def test_a_family_of_the_users_own_is_read_by_import_path(tmp_path: Path) -> None:
+def test_read_architecture_uses_user_defined_family_of_import_path(tmp_path: Path) -> None:
     model = _write(tmp_path, model_type="mistral")
-    with pytest.raises(UserError, match=r"'mistral' .* your own by model\.family"):
+    with pytest.raises(UserError, match=r"'mistral' .* your own family in model\.family"):
         read_architecture(model)
-    architecture = read_architecture(model, f"{OWN}:FAMILY")
-    assert architecture.family == f"{OWN}:FAMILY"
+    architecture = read_architecture(model, f"{USER_DEFINED}:FAMILY")
+    assert architecture.family == f"{USER_DEFINED}:FAMILY"
     ours = rules_of(read_architecture(_write(tmp_path, model_type="llama")))
     assert rules_of(architecture) == ours
     with pytest.raises(UserError, match=r"not a models\.families\.Family"):
-        read_architecture(model, f"{OWN}:architecture")
+        read_architecture(model, f"{USER_DEFINED}:architecture")

@@ -1,4 +1,5 @@
-"""Model directories: the error for a damaged one; writing one is whole or not at all."""
+"""Tests loading of damaged model directories, and that directories are written completely or
+not."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from tests.hf_models import save_hf_model
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[None]:
-    """One process as its own process group."""
+    """Make this process a process group of one rank."""
     from megatron_async.trainer.parallel import parallel_session
 
     with parallel_session(ParallelConfig(), TrainerConfig(), seed=0):
@@ -64,12 +65,12 @@ def _rewrite(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
 @pytest.mark.one_core
 @pytest.mark.usefixtures("session")
 class TestLoading:
-    def test_a_missing_tensor(self, model_dir: Path) -> None:
+    def test_load_names_the_tensor_when_it_is_missing(self, model_dir: Path) -> None:
         _rewrite(model_dir, {"model.layers.1.mlp.up_proj.weight": None})
         with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing"):
             _load(model_dir)
 
-    def test_a_directory_without_weights(self, model_dir: Path) -> None:
+    def test_load_refuses_directory_without_weights(self, model_dir: Path) -> None:
         (model_dir / "model.safetensors").unlink()
         with pytest.raises(UserError, match="has neither"):
             _load(model_dir)
@@ -79,7 +80,7 @@ class TestLoading:
 @pytest.mark.one_core
 @pytest.mark.usefixtures("session")
 class TestSaving:
-    def test_bfloat16_through_a_float32_model_is_bit_exact(self, tmp_path: Path) -> None:
+    def test_save_hf_is_bit_exact_when_bfloat16_went_through_float32(self, tmp_path: Path) -> None:
         from megatron_async.models.save import save_hf
 
         source = tmp_path / "source"
@@ -100,7 +101,9 @@ class TestSaving:
             assert copied[name].dtype is torch.bfloat16
             assert torch.equal(copied[name], tensor)
 
-    def test_config_and_tokenizer_come_along_and_weights_do_not(self, model_dir: Path) -> None:
+    def test_save_hf_copies_config_and_tokenizer_but_no_other_weights(
+        self, model_dir: Path
+    ) -> None:
         from megatron_async.models.save import save_hf
 
         (model_dir / "tokenizer.json").write_text("{}")
@@ -122,7 +125,7 @@ class TestSaving:
         )
         assert index["metadata"]["total_size"] == sizes
 
-    def test_an_existing_directory_is_refused_and_kept(self, model_dir: Path) -> None:
+    def test_save_hf_refuses_and_keeps_an_existing_directory(self, model_dir: Path) -> None:
         from megatron_async.models.save import save_hf
 
         chunks = _load(model_dir)
@@ -175,10 +178,10 @@ def test_tokenizer_digest_differs_when_a_named_template_differs(
     change: dict[str, str | None], files: bool, tmp_path: Path
 ) -> None:
     changed = {key: value for key, value in (TEMPLATES | change).items() if value is not None}
-    for name, templates in (("one", TEMPLATES), ("other", changed)):
+    for name, templates in (("original", TEMPLATES), ("changed", changed)):
         _named_templates(tmp_path / name, templates, files=files)
-    one, other = (tokenizer_digest(f"{tmp_path / name}") for name in ("one", "other"))
-    assert one and other and one != other
+    before, after = (tokenizer_digest(f"{tmp_path / name}") for name in ("original", "changed"))
+    assert before and after and before != after
 
 
 def test_tokenizer_digest_ignores_its_config_when_templates_are_in_files(tmp_path: Path) -> None:
@@ -204,7 +207,7 @@ def test_exported_files_have_the_umasks_mode_when_weights_fill_some_files(
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {new_file_mode}
 
 
-def test_buckets_hold_at_most_their_size_and_keep_the_order() -> None:
+def test_buckets_keep_the_order_and_their_size_limit() -> None:
     sizes = [3, 3, 3, 20, 1, 9]
     tensors = [(str(i), torch.zeros(size, dtype=torch.uint8)) for i, size in enumerate(sizes)]
     filled = list(buckets(iter(tensors), 10))

@@ -1,4 +1,4 @@
-"""Shard rules as algebra: splitting over ranks and merging again is the identity, bit for bit."""
+"""Tests that merging the shards of all ranks gives the original tensors, bit for bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _shards(rule: Rule, tensors: dict[str, Tensor], size: int) -> list[Tensor]:
 def _check_identity(rule: Rule, size: int, seed: int) -> list[Tensor]:
     tensors = _tensors(rule, seed)
     shards = _shards(rule, tensors, size)
-    assert len({shard.shape for shard in shards}) == 1, "all ranks hold equal shares"
+    assert len({shard.shape for shard in shards}) == 1, "all ranks have equal shares"
     for merged, original in zip(merge(rule, shards), tensors.values(), strict=True):
         assert torch.equal(merged, original)
     return shards
@@ -45,13 +45,15 @@ SEEDS = st.integers(0, 2**16)
 
 
 @given(SIZES, COUNTS, COUNTS, SEEDS)
-def test_rows_and_columns(size: int, rows: int, columns: int, seed: int) -> None:
+def test_merge_undoes_split_of_rows_and_of_columns(
+    size: int, rows: int, columns: int, seed: int
+) -> None:
     _check_identity(_rule(ShardLayout.ROWS, [(rows * size, columns)]), size, seed)
     _check_identity(_rule(ShardLayout.COLUMNS, [(rows, columns * size)]), size, seed)
 
 
 @given(SIZES, COUNTS, COUNTS, COUNTS, st.booleans(), SEEDS)
-def test_qkv_with_grouped_heads(
+def test_merge_undoes_split_of_qkv_with_grouped_heads(
     size: int, groups_per_rank: int, queries: int, head_dim: int, bias: bool, seed: int
 ) -> None:
     groups = groups_per_rank * size
@@ -61,12 +63,12 @@ def test_qkv_with_grouped_heads(
 
 
 @given(SIZES, COUNTS, SEEDS)
-def test_gate_and_up(size: int, rows: int, seed: int) -> None:
+def test_merge_undoes_split_of_gate_and_up(size: int, rows: int, seed: int) -> None:
     _check_identity(_rule(ShardLayout.GATE_UP, [(rows * size, 3)] * 2), size, seed)
 
 
 @given(SIZES, st.integers(16, 40), SEEDS)
-def test_a_vocabulary_that_no_size_divides_is_padded_with_zero_rows(
+def test_split_pads_vocabulary_with_zero_rows_when_not_divisible(
     size: int, vocab: int, seed: int
 ) -> None:
     shards = _check_identity(_rule(ShardLayout.VOCAB, [(vocab, 3)]), size, seed)

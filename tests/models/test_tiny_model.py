@@ -1,4 +1,5 @@
-"""The quickstart's model and its character tokenizer: small, stable, readable by others."""
+"""Tests that the quickstart's model and tokenizer are small, stable and readable by other
+libraries."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from megatron_async.models.tiny_model import (
 )
 
 
-def test_it_is_a_qwen3_of_one_to_three_million_parameters(tmp_path: Path) -> None:
+def test_tiny_model_is_a_qwen3_of_one_to_three_million_parameters(tmp_path: Path) -> None:
     parameters = build_tiny_model(tmp_path / "model", seed=1)
     assert 1_000_000 <= parameters <= 3_000_000
     model = AutoModelForCausalLM.from_pretrained(str(tmp_path / "model"), dtype=torch.float32)
@@ -39,7 +40,7 @@ def test_it_is_a_qwen3_of_one_to_three_million_parameters(tmp_path: Path) -> Non
     assert torch.isfinite(logits).all()
 
 
-def test_the_same_seed_gives_the_same_bytes_and_another_does_not(tmp_path: Path) -> None:
+def test_tiny_model_has_equal_bytes_only_when_the_seed_is_equal(tmp_path: Path) -> None:
     small = TinyModel(hidden_size=32, layers=1, heads=2, ffn_size=64, head_dim=16)
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
         build_tiny_model(tmp_path / name, seed, small)
@@ -48,12 +49,12 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(tmp_path: Path)
     assert weights["a"] != weights["c"]
 
 
-def test_an_existing_directory_is_not_overwritten(tmp_path: Path) -> None:
+def test_build_tiny_model_refuses_an_existing_directory(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exists already"):
         build_tiny_model(tmp_path, seed=1)
 
 
-def test_model_files_have_the_umasks_mode(tmp_path: Path, new_file_mode: int) -> None:
+def test_tiny_models_files_have_the_umasks_mode(tmp_path: Path, new_file_mode: int) -> None:
     build_tiny_model(tmp_path / "m", seed=0, shape=TinyModel(layers=1))
     files = list((tmp_path / "m").iterdir())
     assert "model.safetensors" in {path.name for path in files}
@@ -78,13 +79,15 @@ SPECIALS = ("<pad>", "<eos>", "<unk>")
         lambda text: not any(special in text for special in SPECIALS)
     )
 )
-def test_one_token_a_character_and_back(text: str) -> None:
+def test_tokenizer_gives_one_token_for_each_character_and_decodes_them(text: str) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=True)
     assert len(ids) == len(text)
     assert TOKENIZER.decode(ids) == text
 
 
-def test_loaded_by_autotokenizer_it_is_the_same(loaded: PreTrainedTokenizerBase) -> None:
+def test_tokenizer_is_unchanged_when_loaded_by_autotokenizer(
+    loaded: PreTrainedTokenizerBase,
+) -> None:
     text = "State the answer to: 12 - 7 + 3 =\n\t#8"
     assert loaded.encode(text) == TOKENIZER.encode(text)
     assert loaded.decode(loaded.encode(text)) == text
@@ -92,11 +95,13 @@ def test_loaded_by_autotokenizer_it_is_the_same(loaded: PreTrainedTokenizerBase)
     assert len(loaded) == VOCAB_SIZE
 
 
-def test_specials_and_unknown_characters(loaded: PreTrainedTokenizerBase) -> None:
+def test_tokenizer_encodes_special_tokens_and_unknown_characters(
+    loaded: PreTrainedTokenizerBase,
+) -> None:
     assert loaded.encode("é") == [UNK_ID]
     assert loaded.encode("1" + EOS_TOKEN)[-1] == EOS_ID
     assert loaded.decode([4, EOS_ID, PAD_ID], skip_special_tokens=True) == "1"
 
 
-def test_ids_never_change() -> None:
+def test_tokenizer_ids_are_those_of_earlier_versions() -> None:
     assert TOKENIZER.encode("09azAZ!~ \n\t") == [3, 12, 13, 38, 39, 64, 65, 96, 97, 98, 99]

@@ -1,4 +1,4 @@
-"""The report: one file that loads nothing, escapes what runs wrote, and that a browser can draw."""
+"""Tests that the report is one file that loads nothing, escapes text, and is drawn by a browser."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ HOSTILE = "<script>alert('x')</script>"
 
 
 def make_run(root: Path, name: str, steps: int = 6) -> Path:
-    """A run of two lineages with metrics, warnings, evaluations and one resumed trajectory."""
+    """Create a run of two lineages with metrics, warnings, evaluations and one resumed
+    trajectory."""
     config = build_config({"name": name, "root": str(root), "model": {"path": str(root / "model")}})
     directory = RunDirectory.create(config)
     for lineage, begin in ((0, 0), (1, steps // 2)):
@@ -115,7 +116,8 @@ ANSWERED = "<b>50</b>"
 
 
 async def _three_games(directory: RunDirectory) -> None:
-    """Two played to their ends, in one turn and in three, and one that had to be dropped."""
+    """Store two episodes that were played to the end, with one and three turns, and one dropped
+    episode."""
     tokenizer = write_character_tokenizer(directory.path.parent / "model")
     observed, wrote = (tokenizer.encode(text) for text in (OBSERVED, ANSWERED))
     store = await asyncio.to_thread(TrajectoryStore.open, directory.store_file)
@@ -137,7 +139,7 @@ async def _three_games(directory: RunDirectory) -> None:
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of episodes, with an evaluation."""
+    """Return a run of episodes with an evaluation."""
     root = tmp_path_factory.mktemp("played")
     (root / "model").mkdir()
     settings = {"name": "played", "root": str(root), "model": {"path": str(root / "model")}}
@@ -173,14 +175,14 @@ def body(page: str) -> str:
     return page.partition("<body>")[2]
 
 
-def test_the_page_loads_nothing_and_escapes_what_the_run_wrote(page: str) -> None:
+def test_report_page_loads_nothing_and_escapes_text_of_the_run(page: str) -> None:
     assert not re.search(r"<(script|link|img|iframe)[^>]+(src|href)=", page)
     assert "@import" not in body(page) and "url(" not in body(page)
     assert HOSTILE not in body(page)
     assert "engine0 has ended &lt;script&gt;" in page
 
 
-def test_it_shows_every_kind_of_panel_that_the_run_has_data_for(page: str) -> None:
+def test_report_page_shows_every_panel_for_which_the_run_has_metrics(page: str) -> None:
     for title in (
         "Reward of a batch",
         "Accuracy of evaluations",
@@ -195,39 +197,43 @@ def test_it_shows_every_kind_of_panel_that_the_run_has_data_for(page: str) -> No
         "Warnings and restarts",
     ):
         assert title.replace("'", "\\u0027") in page or title in page, title
-    assert "KV cache in use" not in body(page), "the run has no such metrics"
+    assert "KV cache in use" not in body(page), "the run has no metrics of the KV cache"
     assert "<td>failed scores</td><td>2 of 90</td>" in page
-    assert "past the limit" not in body(page), "none has failed so"
+    assert "past the limit" not in body(page), "no score has failed in this way"
 
 
-def test_the_band_of_importance_weights_is_their_spread_within_their_extremes(run: Path) -> None:
+def test_importance_weights_band_is_their_spread_within_their_extremes(run: Path) -> None:
     figure = importance_weights("token").figure(read_run(run))
     band, mean, smallest, largest = figure.data
-    assert {trace.mode for trace in figure.data} == {"lines"}, "no points at the band's corners"
+    assert {trace.mode for trace in figure.data} == {"lines"}, (
+        "the band has no markers at its corners"
+    )
     above, below = band.y[: len(mean.y)], band.y[len(mean.y) :]
-    assert above[0] == pytest.approx(math.exp(0.1)), "no further than the largest weight"
+    assert above[0] == pytest.approx(math.exp(0.1)), "the band ends at the largest weight"
     assert above[1:] == pytest.approx([1.5] * (len(mean.y) - 1)), "the square root of chi2"
     assert below == pytest.approx([0.5] * len(mean.y))
     extreme = replace(read_run(run), train=[{**step_metrics(0), "step": 0}])
     extreme.train[0]["off_policy/log_ratio_min"] = -700.0
     figure = importance_weights("token").figure(extreme)
-    assert figure.data[2].y == pytest.approx([math.exp(-20)]), "no further than ratios are clamped"
+    assert figure.data[2].y == pytest.approx([math.exp(-20)]), (
+        "weights are shown as log ratios are clamped"
+    )
     assert smallest.y == pytest.approx([math.exp(-2)] * len(mean.y)) and largest.y[1] > above[1]
 
 
-def test_segments_are_colored_by_policy_version(page: str) -> None:
+def test_report_page_colors_segments_by_policy_version(page: str) -> None:
     shown = re.findall(r'background:(#\w+)55" title="policy (version \d) on engine0', page)
     assert {version for _, version in shown} == {"version 0", "version 1"}
     assert len({color for color, _ in shown}) == 2
 
 
-def test_a_trajectory_that_is_best_and_worst_is_shown_once_with_both_reasons(run: Path) -> None:
+def test_trajectory_is_shown_once_when_it_was_chosen_for_several_reasons(run: Path) -> None:
     (sample,) = read_run(run).samples
     assert sample.why == "highest reward, lowest reward, longest, most policy versions"
     assert sample.facts == "trajectory 0, reward 1, 4 tokens in 2 segments, complete"
 
 
-def test_best_worst_and_a_random_episode_are_shown_turn_by_turn(played: Path) -> None:
+def test_report_shows_best_worst_and_random_episode_turn_by_turn(played: Path) -> None:
     best, *others, evaluated = read_run(played).samples
     assert best.why.startswith("highest reward")
     assert best.facts == "episode 0, reward 1, 1 turn, 16 tokens, ended by the environment"
@@ -246,7 +252,7 @@ def test_best_worst_and_a_random_episode_are_shown_turn_by_turn(played: Path) ->
     assert ANSWERED not in text and "&lt;b&gt;50&lt;/b&gt;" in text
 
 
-def test_a_run_of_episodes_shows_turns_tool_times_and_where_they_ended(played: Path) -> None:
+def test_report_of_episodes_shows_turns_reply_times_and_endings(played: Path) -> None:
     read = read_run(played)
     figure = episode_endings(read)
     assert figure is not None
@@ -262,7 +268,7 @@ def test_a_run_of_episodes_shows_turns_tool_times_and_where_they_ended(played: P
 
 
 def evaluated(folder: Path, rows_by_step: dict[int, list[dict[str, Any]]]) -> Path:
-    """Make a run whose evaluations have kept these responses."""
+    """Create a run whose evaluations have stored these responses."""
     run = make_run(folder, "evaluated")
     (run / "evaluations").mkdir()
     for step, rows in rows_by_step.items():
@@ -276,16 +282,16 @@ def of_evaluation(run: Path) -> list[ReportSample]:
     return [sample for sample in read_run(run).samples if sample.why == "evaluation held-out"]
 
 
-def test_responses_that_an_evaluation_has_kept_are_shown(tmp_path: Path) -> None:
+def test_report_shows_responses_of_the_newest_evaluation(tmp_path: Path) -> None:
     row = {"question": "7+12=", "answer": "19", "reward": 1.0}
     responses = ((0, "old"), (12, "nineteen"), (3, "older"))
     run = evaluated(tmp_path, {step: [{**row, "response": text}] for step, text in responses})
     text = body(report_page([read_run(run)]))
     assert "evaluation held-out" in text and "nineteen" in text and "policy version 12" in text
-    assert ">old<" not in text and ">older<" not in text, "the newest alone"
+    assert ">old<" not in text and ">older<" not in text, "only the newest evaluation is shown"
 
 
-def test_the_worst_response_of_an_evaluation_is_shown_with_its_facts_in_words(
+def test_report_shows_the_worst_response_of_an_evaluation_first(
     tmp_path: Path,
 ) -> None:
     rows = [
@@ -297,7 +303,7 @@ def test_the_worst_response_of_an_evaluation_is_shown_with_its_facts_in_words(
     assert [sample.facts for sample in shown] == ["reward 0, form 1"] + ["reward 1, form 1"] * 2
 
 
-def test_a_card_shows_the_prompt_that_the_model_got_and_no_name_of_a_field(tmp_path: Path) -> None:
+def test_report_sample_has_the_models_prompt_and_facts_in_words(tmp_path: Path) -> None:
     row = {
         "question": "2+2?",
         "prompt": "user: 2+2? Think.",
@@ -311,21 +317,21 @@ def test_a_card_shows_the_prompt_that_the_model_got_and_no_name_of_a_field(tmp_p
     }
     scored = {"parts": {"score": 0.0, "answered": 0.0}, "versions": ["0.17"]}
     rows = [row, {**row, "truncated": False, **scored}]
-    one, other = of_evaluation(evaluated(tmp_path, {17: rows}))
-    assert one.prompt == "user: 2+2? Think."
+    first, second = of_evaluation(evaluated(tmp_path, {17: rows}))
+    assert first.prompt == "user: 2+2? Think."
     facts = "reward 0, scorer error, form 0.25, right answer 4, cut at the length limit"
-    assert (one.facts, other.facts) == (facts, "reward 0, no answer found, right answer 4")
-    assert one.pieces[0].version == "version 16 and version 17 (lineage 1)"
-    assert other.pieces[0].version == "version 17" and other.pieces[0].tokens == 7
+    assert (first.facts, second.facts) == (facts, "reward 0, no answer found, right answer 4")
+    assert first.pieces[0].version == "version 16 and version 17 (lineage 1)"
+    assert second.pieces[0].version == "version 17" and second.pieces[0].tokens == 7
 
 
-def test_a_response_without_a_score_counts_as_wrong_in_the_report(tmp_path: Path) -> None:
+def test_report_ranks_response_without_a_score_as_worst(tmp_path: Path) -> None:
     rows = [{"question": "1=", "response": "#1", "reward": reward} for reward in (1.0, None)]
     shown = of_evaluation(evaluated(tmp_path, {3: rows}))
     assert [sample.facts for sample in shown] == ["no score", "reward 1"]
 
 
-def test_runs_stand_side_by_side_with_the_same_axes(run: Path) -> None:
+def test_report_of_two_runs_uses_the_same_axes(run: Path) -> None:
     other = make_run(run.parent, "other", steps=9)
     text = body(report_page([read_run(run), read_run(other)]))
     ranges = re.findall(r'"range":\[([\d.,-]+)\]', text)
@@ -333,15 +339,15 @@ def test_runs_stand_side_by_side_with_the_same_axes(run: Path) -> None:
     assert "one and other" in text
 
 
-def test_a_run_without_any_step_has_a_page_too(tmp_path: Path) -> None:
-    gone = {"path": str(tmp_path / "gone")}
+def test_report_page_exists_for_a_run_without_steps(tmp_path: Path) -> None:
+    missing = {"path": str(tmp_path / "missing")}
     directory = RunDirectory.create(
-        build_config({"name": "new", "root": str(tmp_path), "model": gone})
+        build_config({"name": "new", "root": str(tmp_path), "model": missing})
     )
     assert "no trajectory has a reward yet" in report_page([read_run(directory.path)])
 
 
-def test_resumes_and_warnings_have_rows_of_their_own_and_no_label_on_another(run: Path) -> None:
+def test_event_timeline_gives_resumes_and_warnings_separate_rows(run: Path) -> None:
     figure = event_timeline(read_run(run))
     (points,) = figure.data
     assert points.y == ("engine_failed", "engine_failed", "resume")
@@ -349,14 +355,14 @@ def test_resumes_and_warnings_have_rows_of_their_own_and_no_label_on_another(run
     assert not figure.layout.annotations
 
 
-def test_a_command_in_a_warning_is_shown_as_code(tmp_path: Path) -> None:
+def test_report_page_shows_commands_in_warnings_as_code(tmp_path: Path) -> None:
     run = make_run(tmp_path, "warned")
     with MetricsWriter(run / "metrics.jsonl", lineage=1) as metrics:
         metrics.warn(5, "zero_reward", "run `megatron-async sft <b>`")
     assert "run <code>megatron-async sft &lt;b&gt;</code>" in body(report_page([read_run(run)]))
 
 
-def test_accuracy_has_the_interval_that_the_evaluation_measured(run: Path) -> None:
+def test_accuracy_figure_has_the_interval_that_the_evaluation_measured(run: Path) -> None:
     measured = {"eval/accuracy": 0.5, "eval/accuracy_low": 0.25, "eval/accuracy_high": 0.625}
     old = {"eval/accuracy": 0.75, "eval/responses": 64.0}
     read = replace(read_run(run), evaluations=[{"step": 0, **measured}, {"step": 1, **old}])
@@ -369,7 +375,7 @@ def test_accuracy_has_the_interval_that_the_evaluation_measured(run: Path) -> No
 @pytest.mark.slow
 @pytest.mark.one_core
 @needs_browser
-def test_a_browser_draws_every_figure_without_a_network(page: str, tmp_path: Path) -> None:
+def test_browser_draws_every_figure_without_a_network(page: str, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     file.write_text(page)
     document, console = drawn(file)
@@ -382,7 +388,7 @@ def test_a_browser_draws_every_figure_without_a_network(page: str, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.one_core
 @needs_browser
-def test_it_reads_well_on_a_screen_and_on_a_telephone(
+def test_report_page_has_no_layout_flaws_on_screens_and_telephones(
     run: Path, played: Path, tmp_path: Path
 ) -> None:
     one, long, game = (tmp_path / f"{name}.html" for name in ("one", "long", "game"))
@@ -395,12 +401,12 @@ def test_it_reads_well_on_a_screen_and_on_a_telephone(
     found = [
         flaw
         for flaw in flaws([one, long, game], tmp_path)
-        if not re.match(r"\S*long.html at .* a broken word", flaw)  # one that no line can hold
+        if not re.match(r"\S*long.html at .* a broken word", flaw)  # A word too long for any line.
     ]
     assert not found, "\n".join(found)
 
 
-def test_the_head_shows_what_defines_the_run_and_the_reward_of_evaluations(run: Path) -> None:
+def test_report_table_shows_settings_machine_and_evaluation_rewards(run: Path) -> None:
     with MetricsWriter(run / "metrics.jsonl", lineage=1) as metrics:
         metrics.start(3, "2 CPU cores; 1 trainer ranks")
     text = report_page([read_run(run)]).replace("<wbr>", "")
@@ -412,7 +418,7 @@ def test_the_head_shows_what_defines_the_run_and_the_reward_of_evaluations(run: 
     assert cells["held-out mean reward at the start / after RL"] == "0.500 / 0.500"
 
 
-def test_the_band_of_the_reward_is_the_interval_of_its_mean(run: Path) -> None:
+def test_reward_band_is_the_95_percent_interval_of_the_mean(run: Path) -> None:
     lines = [{**step_metrics(1), "step": 0, "reward/mean": 0.5, "reward/standard_error": 0.03}]
     figure = PANELS[0].figure(replace(read_run(run), train=lines))
     band = figure.data[0]
@@ -420,7 +426,7 @@ def test_the_band_of_the_reward_is_the_interval_of_its_mean(run: Path) -> None:
     assert sorted(band.y) == pytest.approx([0.5 - 1.96 * 0.03, 0.5 + 1.96 * 0.03])
 
 
-def test_evaluations_show_rewards_and_accuracies_of_each_set(run: Path) -> None:
+def test_evaluation_figures_show_reward_and_accuracy_of_each_set(run: Path) -> None:
     sets = set_metrics(0.0, reward_mean=0.7) | set_metrics(0.5, "eval/hard", reward_mean=0.25)
     read = replace(read_run(run), evaluations=[{"step": 0, **sets}])
     drawn_ = {trace.name: list(trace.y) for trace in evaluation_reward(read).data}
@@ -431,7 +437,7 @@ def test_evaluations_show_rewards_and_accuracies_of_each_set(run: Path) -> None:
     }
 
 
-def test_tokens_are_decoded_by_the_export_when_the_model_is_not_found(
+def test_tokens_are_decoded_by_the_exported_model_when_model_is_not_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path, "moved")

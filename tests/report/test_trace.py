@@ -1,4 +1,4 @@
-"""The trace: the life of every request, and JSON that Perfetto reads."""
+"""Tests that the trace has the spans of every request, in JSON that Perfetto can read."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def trace_of(*exchanges: tuple[float, Any, tuple[Any, ...]]) -> list[dict[str, A
 
 
 def spans(events: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Name -> begin and end in seconds."""
+    """Return begin and end, in seconds, of each span by its name."""
     return {
         e["name"]: (e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["ph"] == "X"
     }
 
 
-def test_a_request_is_queued_decodes_and_is_resumed_after_an_update() -> None:
+def test_trace_has_spans_of_a_request_that_is_resumed_after_an_update() -> None:
     submit = ev.Submit(7, "a", False)
     events = trace_of(
         (10.0, UP, ()),
@@ -61,7 +61,9 @@ def test_a_request_is_queued_decodes_and_is_resumed_after_an_update() -> None:
     assert found["response 7"] == (1.0, 3.0)
     assert (found["queued"], found["prefill"]) == ((1.0, 1.125), (1.125, 1.5))
     assert found["resumed 7"] == (4.0, 5.0)
-    assert found["queued and prefill"] == (4.0, 4.5), "of an engine that does not report it"
+    assert found["queued and prefill"] == (4.0, 4.5), (
+        "the engine does not report the time in its queue"
+    )
     assert found["weight update to version 1"] == (2.0, 4.0)
     assert found["score 7"] == (5.0, 5.25)
     assert found["idle"] == (3.0, 4.0), "between the abort and the resumed request"
@@ -71,7 +73,7 @@ def test_a_request_is_queued_decodes_and_is_resumed_after_an_update() -> None:
     assert "batch 0 complete" in [e["name"] for e in events if e["ph"] == "i"]
 
 
-def test_calls_of_environments_have_lanes_of_their_own() -> None:
+def test_trace_gives_calls_of_environments_separate_lanes() -> None:
     events = trace_of(
         (10.0, UP, (ev.StartEpisode(7), ev.StartEpisode(8))),
         (11.0, ev.EnvironmentReady(7, 30), (ev.Submit(7, "a", False),)),
@@ -89,7 +91,7 @@ def test_calls_of_environments_have_lanes_of_their_own() -> None:
     assert_lanes_nest(events)
 
 
-def test_requests_of_a_lost_engine_end_with_it() -> None:
+def test_trace_ends_requests_when_their_engine_is_lost() -> None:
     events = trace_of(
         (1.0, UP, (ev.Submit(1, "a", False), ev.Submit(2, "a", False))),
         (2.0, ev.EngineDown("a"), ()),
@@ -97,7 +99,7 @@ def test_requests_of_a_lost_engine_end_with_it() -> None:
     assert {e["args"]["end"] for e in events if e["name"].startswith("response")} == {"engine lost"}
 
 
-def test_the_trainers_phases_follow_each_other() -> None:
+def test_trace_shows_the_trainers_phases_one_after_another() -> None:
     trace = Trace()
     line = {"time": 100.0, "step": 3.0, "time/wait_for_batch": 2.0, "time/train": 3.0}
     trace.add_trainer([{**line, "time": 50.0}, line], since=80.0)
@@ -121,7 +123,7 @@ def assert_lanes_nest(events: list[dict[str, Any]]) -> None:
             assert apart or latest <= end + 1 or (later <= begin + 1 and latest >= end - 1)
 
 
-def test_a_run_on_simulated_engines_has_a_trace(tmp_path: Path) -> None:
+def test_trace_of_a_simulated_run_is_valid(tmp_path: Path) -> None:
     config = build_config(settings("copris").model_dump() | {"root": str(tmp_path)})
     directory = RunDirectory.create(config)
 
@@ -146,7 +148,7 @@ def test_a_run_on_simulated_engines_has_a_trace(tmp_path: Path) -> None:
     assert {"decode", "weight update to version 2", "batch 3 complete"} <= set(names)
 
 
-def test_a_run_without_recorded_times_names_what_is_missing(tmp_path: Path) -> None:
+def test_make_trace_names_the_setting_when_events_were_not_recorded(tmp_path: Path) -> None:
     directory = RunDirectory.create(build_config({"name": "a", "root": str(tmp_path)}))
     with pytest.raises(UserError, match=r"needs telemetry\.record_events true"):
         make_trace(directory)

@@ -1,4 +1,4 @@
-"""Lines of evaluations for tests of the console, the closing table and the report."""
+"""Provides evaluation metrics for tests of the console, the closing table and the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Silent wrong learning is named: each case once, with its remedy, and not where all is well."""
+"""Tests that each way to learn nothing is reported once, and a healthy run is not."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ WELL = {
 
 
 def names(watch: LearningWatch | HealthWatch, **changes: float) -> list[str]:
+    """Return the names of the warnings at a step with healthy metrics, changed as stated."""
     changed = {name.replace("__", "/"): value for name, value in changes.items()}
     return [name for name, _ in watch.step(WELL | changed)]
 
 
-def test_a_run_that_learns_is_not_warned_of() -> None:
+def test_learning_watch_is_silent_when_the_run_learns() -> None:
     watch = LearningWatch(bound=2, before=WELL)
     assert all(names(watch) == [] for _ in range(10))
 
@@ -55,7 +56,7 @@ def test_a_run_that_learns_is_not_warned_of() -> None:
         ("ratio_drift", {"weights__probe_drift": 24.0, "weights__probe_mean_error": 0.17}),
     ],
 )
-def test_it_is_named_at_the_first_batch(name: str, changes: dict[str, float]) -> None:
+def test_learning_watch_warns_at_the_first_bad_batch(name: str, changes: dict[str, float]) -> None:
     assert names(LearningWatch(), **changes) == [name]
 
 
@@ -81,13 +82,15 @@ HEALTHY = {
         ("kl", math.nan, "kl"),
     ],
 )
-def test_a_broken_rule_of_the_guide_is_named(metric: str, value: float, rule: str) -> None:
+def test_learning_watch_names_the_broken_rule_of_the_guide(
+    metric: str, value: float, rule: str
+) -> None:
     ((found, message),) = LearningWatch().step({**HEALTHY, f"rollout_corr/{metric}": value})
     assert found == rule
     assert metric in message
 
 
-def test_healthy_or_absent_metrics_raise_no_warning() -> None:
+def test_learning_watch_is_silent_when_metrics_are_healthy_or_absent() -> None:
     limits = {
         "rollout_corr/rollout_is_mean": 2.0,
         "rollout_corr/rollout_is_eff_sample_size": 0.3,
@@ -98,21 +101,21 @@ def test_healthy_or_absent_metrics_raise_no_warning() -> None:
     assert all(LearningWatch().step(metrics) == [] for metrics in (HEALTHY, limits, {}))
 
 
-def test_ess_collapse_needs_three_low_steps() -> None:
+def test_ess_collapse_is_emitted_after_three_low_steps() -> None:
     watch = LearningWatch()
     seen = [watch.step({"off_policy/ess": ess}) for ess in (0.1, 0.1, 0.5, 0.2, 0.2, 0.1)]
     assert [[name for name, _ in found] for found in seen] == [[]] * 5 + [["ess_collapse"]]
-    assert "effective sample size was 0.10" in seen[-1][0][1]
+    assert "effective sample size is 0.10" in seen[-1][0][1]
 
 
-def test_zero_reward_is_named_after_several_steps() -> None:
+def test_zero_reward_is_emitted_after_several_steps() -> None:
     watch = LearningWatch()
     zero = {"reward__max": 0.0, "reward__min": 0.0}
     seen = [names(watch, **zero) for _ in range(ZERO_REWARD_STEPS)]
     assert seen[:-1] == [["equal_rewards"]] * (ZERO_REWARD_STEPS - 1)
     assert seen[-1] == ["equal_rewards", "zero_reward"]
     assert names(watch) == []
-    assert names(watch, **zero) == ["equal_rewards"], "the count begins anew"
+    assert names(watch, **zero) == ["equal_rewards"], "the count restarts"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +128,7 @@ def test_zero_reward_is_named_after_several_steps() -> None:
     ],
     ids=["nearly all", "data lost", "a higher bound", "no bound"],
 )
-def test_lag_at_its_bound_is_named_after_three_steps(
+def test_lag_at_bound_is_emitted_after_three_steps(
     bound: int | None, changes: dict[str, float], named: bool
 ) -> None:
     watch = LearningWatch(bound)
@@ -133,12 +136,12 @@ def test_lag_at_its_bound_is_named_after_three_steps(
     assert names(watch, **changes) == (["lag_at_bound"] if named else [])
 
 
-def test_a_resume_with_another_batch_size_is_named() -> None:
+def test_batch_size_changed_is_emitted_after_a_resume() -> None:
     watch = LearningWatch(before=WELL)
     assert names(watch, rollout__trajectories=32.0) == ["batch_size_changed"]
 
 
-def test_each_is_emitted_once_until_it_is_over() -> None:
+def test_health_watch_emits_each_warning_once_while_it_holds() -> None:
     watch = HealthWatch()
     alike = {"reward__max": 1.0, "reward__min": 1.0}
     assert names(watch, **alike) == ["equal_rewards"]
@@ -151,17 +154,18 @@ def test_each_is_emitted_once_until_it_is_over() -> None:
 
 
 def failing(watch: FailingScores, *faults: str, first: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Record a score with these faults; return the warnings that set in."""
     return list(watch.scored(dict.fromkeys(faults, 1.0), first))
 
 
-def test_scores_that_fail_are_named_at_1_and_at_10_percent_each_kind_apart() -> None:
+def test_failing_scores_warn_at_1_and_10_percent_for_each_kind() -> None:
     watch = FailingScores()
     first = {"scorer_errors": "reward own: KeyError: 'x' at own.py:7 (log: logs/scorer-*.log)"}
     seen: dict[str, tuple[int, str]] = {}
     for number in range(1, 1001):
         faults = ["scorer_error"] * (number % 9 == 0) + ["scorer_timeout"] * (number % 60 == 0)
         for name, message in failing(watch, *faults, first=first):
-            assert name not in seen, "once while it lasts"
+            assert name not in seen, "each warning is emitted once while failures last"
             seen[name] = number, message
     assert {name: number for name, (number, _) in seen.items()} == {
         "scorer_errors": 18,
@@ -170,38 +174,40 @@ def test_scores_that_fail_are_named_at_1_and_at_10_percent_each_kind_apart() -> 
     }
     assert seen["many_scorer_errors"][1].startswith(
         "20 of the last 180 scores have failed, the first by reward own: KeyError: 'x' at own.py:7 "
-        "(log: logs/scorer-*.log); try the reward alone (`megatron-async reward`)"
+        "(log: logs/scorer-*.log); try the reward separately (`megatron-async reward`)"
     )
     assert "task.scorer_timeout_seconds" in seen["scorer_timeouts"][1]
 
 
-def test_failing_scores_are_named_again_after_they_had_ended() -> None:
+def test_failing_scores_warn_again_when_failures_had_ended() -> None:
     watch = FailingScores()
 
     def names_of(*faults: str) -> list[str]:
         return [name for name, _ in failing(watch, *faults, first={})]
 
-    assert names_of("scorer_crash") == [], "one may be chance"
+    assert names_of("scorer_crash") == [], "a single failure may be chance"
     assert names_of("scorer_crash") == ["scorer_crashes"]
     assert [names_of() for _ in range(NEWEST_SCORES)] == [[]] * NEWEST_SCORES
     assert names_of("scorer_crash") == []
     assert names_of("scorer_crash") == ["scorer_crashes"]
 
 
-def test_every_kind_of_failure_has_a_warning_and_the_guide_lists_it() -> None:
+def test_every_kind_of_failed_score_has_a_documented_warning() -> None:
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "see-a-run.md").read_text()
     for kind in SCORE_FAILURES:
         watch = FailingScores()
         found = [name for _ in range(20) for name, _ in failing(watch, kind, first={})]
         assert found == [SCORER_FAULTS[kind], f"many_{SCORER_FAULTS[kind]}"]
         assert all(f"`{name}`" in page for name in found)
-    assert SCORER_FAULTS.keys() - SCORE_FAILURES.keys() == {"stray_output"}, "the score has come"
+    assert SCORER_FAULTS.keys() - SCORE_FAILURES.keys() == {"stray_output"}, (
+        "stray output is not a failed score"
+    )
     assert [*failing(FailingScores(), *["stray_output"] * 20, first={})] == []
 
 
-def test_unreached_threshold_is_named_once_when_no_reward_reaches_it() -> None:
+def test_unreached_threshold_warns_once_when_no_reward_reaches_it() -> None:
     watch = UnreachedThreshold(1.0)
-    assert watch.evaluated(0.9) == [], "before the first step a policy may well solve nothing"
+    assert watch.evaluated(0.9) == [], "before the first step a policy may solve nothing"
     assert [watch.trained({"reward/max": 0.7}) for _ in range(UNREACHED_STEPS - 1)][-1] == []
     ((name, message),) = watch.trained({"reward/max": 0.998})
     assert name == "eval_solved_at_unreached"
@@ -209,7 +215,7 @@ def test_unreached_threshold_is_named_once_when_no_reward_reaches_it() -> None:
     assert watch.trained({"reward/max": 0.7}) == watch.evaluated(0.2) == []
 
 
-def test_unreached_threshold_is_named_by_an_evaluation_after_the_first_step() -> None:
+def test_unreached_threshold_warns_at_an_evaluation_after_the_first_step() -> None:
     watch = UnreachedThreshold(1.0, before=[{"reward/max": 0.5}])
     assert [name for name, _ in watch.evaluated(0.8)] == ["eval_solved_at_unreached"]
     reached = UnreachedThreshold(1.0, before=[{"reward/max": 1.0}])

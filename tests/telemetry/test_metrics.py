@@ -1,4 +1,5 @@
-"""metrics.jsonl: whole lines, and after a rollback the surviving lineage is what is read."""
+"""Tests that metrics.jsonl has complete lines, that readers get the surviving lineage, and
+warnings."""
 
 import re
 from io import StringIO
@@ -24,10 +25,11 @@ from tests.telemetry.evaluation_lines import set_metrics
 
 
 def board(folder: Path) -> list[BackgroundTracker]:
+    """Return the default trackers, which write TensorBoard events to `folder`."""
     return start_trackers(TelemetryConfig(), TrackedRun("run", folder, {}))
 
 
-def test_tensorboard_files_and_lines_are_written(tmp_path: Path) -> None:
+def test_metrics_writer_writes_lines_and_tensorboard_events(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path / "m.jsonl", board(tmp_path), lineage=0) as writer:
         writer.write(0, {"a": np.float32(1.5)})
         writer.write(0, {"eval/accuracy": 0.25}, kind="eval", scored_by="exact")
@@ -40,25 +42,25 @@ def test_tensorboard_files_and_lines_are_written(tmp_path: Path) -> None:
     assert b"warning/queue_overflow" in events and b"generation outruns training" in events
 
 
-def test_readers_see_the_surviving_line_only(tmp_path: Path) -> None:
+def test_read_metrics_returns_only_the_surviving_lineage(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     with MetricsWriter(path, lineage=0) as writer:
         for step in range(8):
             writer.write(step, {"x": step})
-    with MetricsWriter(path, lineage=1) as writer:  # resumed from the checkpoint of step 5
+    with MetricsWriter(path, lineage=1) as writer:  # Resumed from the checkpoint of step 5.
         for step in (5, 6):
             writer.write(step, {"x": 100 + step})
     assert [line["x"] for line in read_metrics(path)] == [0, 1, 2, 3, 4, 105, 106]
 
 
-def test_lines_with_a_flipped_byte_in_a_name_are_left_out(tmp_path: Path) -> None:
+def test_read_metrics_skips_lines_with_a_damaged_key(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     with MetricsWriter(path, lineage=0) as metrics:
         for step in range(3):
             metrics.write(step, {"x": step})
-    whole = path.read_text().splitlines()
+    lines = path.read_text().splitlines()
     for name, odd in (("step", "stdp"), ("lineage", "linecge"), ("kind", "knid")):
-        path.write_text("\n".join([whole[0], whole[1].replace(name, odd), whole[2], ""]))
+        path.write_text("\n".join([lines[0], lines[1].replace(name, odd), lines[2], ""]))
         assert [line["x"] for line in read_metrics(path)] == [0, 2]
 
 
@@ -77,10 +79,10 @@ def test_progress_prints_each_step_and_each_warning_once(
     assert out.count("sft    3/9") == 1
     assert out.count("queue_underflow") == 1
     assert out.count("warning mean_weight: it is 7") == 1
-    assert read_metrics(path) == [], "a warning is no step"
+    assert read_metrics(path) == [], "a warning is not a step"
 
 
-def test_progress_goes_on_with_a_file_that_was_removed_and_made_again(
+def test_progress_continues_when_the_metrics_file_was_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, numbers = tmp_path / "m.jsonl", {"train/loss": 0.5, "train/tokens_per_second": 1200}
@@ -95,26 +97,26 @@ def test_progress_goes_on_with_a_file_that_was_removed_and_made_again(
     assert [out.count(f"sft    {step}/9") for step in range(4)] == [1, 1, 1, 1]
 
 
-def test_without_a_terminal_the_start_is_shown_as_lines_until_the_first_step(
+def test_progress_prints_phases_of_the_start_without_a_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, starting = tmp_path / "m.jsonl", "engines load the model, trainer ranks start\n"
     with Progress(path, 10, "lines") as progress, MetricsWriter(path, lineage=0) as writer:
-        # None: the status came too late; an engine is lost, and comes back.
+        # None means that the status timed out. An engine is lost and returns.
         for up in (None, 0, 1, 2, 2, None, 1, None, 2):
             progress.update({} if up is None else {**STATUS, "engines_up": up})
         assert capsys.readouterr().out == starting + "engines 2/2 generate\n"
         writer.write(3, {name: value for name, value in LARGE.items() if name != "kind"})
         progress.update({**STATUS, "engines_up": 1})
         progress.update(None)
-        assert capsys.readouterr().out.count("\n") == 1, "the step alone"
+        assert capsys.readouterr().out.count("\n") == 1, "only the step"
     with Progress(tmp_path / "none.jsonl", 10, "lines") as progress:
         progress.update({})
         progress.update(None)
     assert capsys.readouterr().out == starting, "a run that ended before its first step"
 
 
-def test_status_line_names_queues_and_buffers() -> None:
+def test_format_status_names_engines_weights_and_responses() -> None:
     status = {**STATUS, "engines_up": 1, "states": {"running": 7, "partial": 4, "scored": 0}}
     line = "engines 1/2, weights of step 3; responses: 7 in generation, 4 interrupted"
     assert format_status(status) == line
@@ -137,7 +139,7 @@ LARGE = {
 }
 
 
-def test_a_step_is_a_line_of_eighty_columns_with_the_number_that_the_files_have() -> None:
+def test_format_step_fits_eighty_columns_and_has_the_steps_number() -> None:
     text = format_step(LARGE, 1000)
     assert text.startswith("step  998/999  reward 0.123  gen 12,345 train 123,456 tok/s")
     assert len(text) <= 80
@@ -145,7 +147,7 @@ def test_a_step_is_a_line_of_eighty_columns_with_the_number_that_the_files_have(
     assert "gen - train" in format_step(ready, 1000)
 
 
-def test_the_panel_of_a_terminal_shows_what_matters_in_eighty_columns(tmp_path: Path) -> None:
+def test_progress_panel_shows_totals_and_warnings_in_eighty_columns(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     progress = Progress(path, 1000, "live")
     screen = Console(width=80, height=40, file=StringIO(), force_terminal=True)
@@ -162,7 +164,7 @@ def test_the_panel_of_a_terminal_shows_what_matters_in_eighty_columns(tmp_path: 
     assert max(len(line) for line in plain.splitlines() if "│" in line) <= 80
 
 
-def test_entropy_growth_needs_a_steady_large_rise() -> None:
+def test_entropy_growth_warns_only_when_the_rise_is_steady_and_large() -> None:
     rising = [1.0 + 0.1 * i for i in range(10)]
     warning = entropy_growth(rising)
     assert warning is not None and "entropy rose" in warning
@@ -173,13 +175,14 @@ def test_entropy_growth_needs_a_steady_large_rise() -> None:
 
 
 def _probe_errors(first: float, last: float, steps: int, seed: int = 1) -> list[float]:
-    """A straight line with noise of a third, as few tokens a step give."""
+    """Return errors on a straight line with noise of a third, as few tokens per step give."""
     random = np.random.default_rng(seed)
     return list(np.linspace(first, last, steps) * random.uniform(0.67, 1.33, steps))
 
 
-def test_engines_that_drift_from_the_trainer_are_named_once_while_it_lasts() -> None:
-    """0.011 to 0.036 in 30 steps: what a user of this pair of engines reported."""
+def test_engine_drift_is_emitted_once_while_it_lasts() -> None:
+    """The errors, 0.011 to 0.036 in 30 steps, are those that a user of this pair of engines
+    reported."""
     watch = HealthWatch()
     found = [watch.step({"weights/probe_mean_error": e}) for e in _probe_errors(0.011, 0.036, 30)]
     named = [(step, name) for step, warnings in enumerate(found) for name, _ in warnings]
@@ -189,23 +192,23 @@ def test_engines_that_drift_from_the_trainer_are_named_once_while_it_lasts() -> 
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_noise_and_rounding_in_float32_are_no_drift(seed: int) -> None:
+def test_engine_drift_is_silent_when_errors_are_noise_or_float32_rounding(seed: int) -> None:
     steady = _probe_errors(0.02, 0.02, 200, seed)
     assert not any(engine_drift(steady[:n]) for n in range(200))
     float32 = _probe_errors(1e-7, 1e-5, 200, seed)
     assert not any(engine_drift(float32[:n]) for n in range(200))
 
 
-def test_a_slow_drift_is_seen_across_a_resume() -> None:
+def test_engine_drift_is_detected_across_a_resume() -> None:
     errors = _probe_errors(0.011, 0.036, 300)
     lines = [{"weights/probe_mean_error": error} for error in errors]
     resumed = HealthWatch(before=lines[:290])
     found = [name for line in lines[290:] for name, _ in resumed.step(line)]
     assert found == ["engine_drift"]
-    assert engine_drift([0.01] * 4 + [0.05] * 5) is None  # too few steps
+    assert engine_drift([0.01] * 4 + [0.05] * 5) is None  # There are too few steps.
 
 
-def test_every_set_of_an_evaluation_is_a_line_of_the_display() -> None:
+def test_format_step_gives_each_evaluation_set_a_line() -> None:
     aime = set_metrics(0.25, "eval/aime", reward_mean=0.5, temperature=0.6, length_mean=900.5)
     line = {"kind": "eval", "step": 4, **set_metrics(0.5), **aime}
     assert format_step(line, 10).splitlines() == [
@@ -214,7 +217,7 @@ def test_every_set_of_an_evaluation_is_a_line_of_the_display() -> None:
     ]
 
 
-def test_a_record_after_a_torn_line_is_read(tmp_path: Path) -> None:
+def test_metrics_writer_removes_torn_line_when_it_opens_the_file(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     with MetricsWriter(path, lineage=0) as writer:
         writer.write(0, {"x": 1})
@@ -225,7 +228,7 @@ def test_a_record_after_a_torn_line_is_read(tmp_path: Path) -> None:
     assert [line["x"] for line in read_metrics(path)] == [1, 2]
 
 
-def test_progress_begins_before_a_torn_line_and_shows_what_takes_its_place(
+def test_progress_shows_the_line_that_replaces_a_torn_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "m.jsonl"
@@ -238,7 +241,7 @@ def test_progress_begins_before_a_torn_line_and_shows_what_takes_its_place(
     assert capsys.readouterr().out.count("sft    3/9") == 1
 
 
-def test_a_full_disk_is_a_sentence_and_every_line_that_is_there_is_whole(disk: SmallDisk) -> None:
+def test_metrics_writer_raises_and_keeps_lines_complete_when_disk_is_full(disk: SmallDisk) -> None:
     path = disk.path / "m.jsonl"
     writer = MetricsWriter(path, lineage=0)
     disk.fill(leave=2 * 4096)

@@ -1,4 +1,4 @@
-"""Trackers: what they are given, and that none of them can delay or stop a run."""
+"""Tests what trackers receive, and that no tracker can delay or stop a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_async.telemetry.trackers.base import BackgroundTracker, TrackedRun
 from megatron_async.telemetry.trackers.build import build_trackers, start_trackers
 from megatron_async.telemetry.trackers.tensorboard import TensorBoardTracker
 
-OWN = """
+USER_DEFINED = """
 from megatron_async.telemetry.trackers.base import Tracker
 
 
@@ -46,7 +46,7 @@ def run_of(folder: Path, lineage: int = 0) -> TrackedRun:
 
 
 class Hanging(Tracker):
-    """Hangs in its first call until it is released."""
+    """A tracker whose first call hangs until the test releases it."""
 
     def __init__(self) -> None:
         self.released = threading.Event()
@@ -67,19 +67,19 @@ def settings(*trackers: Any) -> TelemetryConfig:
     return config.telemetry
 
 
-def test_a_tracker_of_the_users_comes_in_by_its_path(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(OWN)
-    wanted = {"name": f"{tmp_path}/own.py:Noting", "arguments": {"prefix": "x/"}}
-    (tracker,) = start_trackers(settings(wanted), run_of(tmp_path))
+def test_user_defined_tracker_is_loaded_by_its_path(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(USER_DEFINED)
+    setting = {"name": f"{tmp_path}/own.py:Noting", "arguments": {"prefix": "x/"}}
+    (tracker,) = start_trackers(settings(setting), run_of(tmp_path))
     with MetricsWriter(tmp_path / "m.jsonl", [tracker], lineage=0) as writer:
         writer.write(4, {"loss": 0.5})
-        writer.histogram(4, "h", np.arange(3))  # it has no place for them
+        writer.histogram(4, "h", np.arange(3))  # This tracker ignores histograms.
     seen = tracker._tracker.seen  # type: ignore[attr-defined]
     assert seen == [("start", "run", 3), (4, {"x/loss": 0.5}), "finish"]
     assert (tracker.dropped, tracker.failed) == (0, 0)
 
 
-def test_a_tracker_that_hangs_delays_nothing_and_is_counted(
+def test_hanging_tracker_delays_nothing_and_its_calls_are_counted(
     tmp_path: Path, hanging: Hanging
 ) -> None:
     tracker = BackgroundTracker("hanging", hanging, run_of(tmp_path), queue_calls=4)
@@ -93,10 +93,10 @@ def test_a_tracker_that_hangs_delays_nothing_and_is_counted(
     warnings = [json.loads(t) for t in (tmp_path / "m.jsonl").read_text().splitlines()]
     messages = [w["message"] for w in warnings if w["kind"] == "warning"]
     assert messages == ["tracker hanging is too slow: calls are dropped"]
-    assert not tracker.close(0.1), "it is left to the end of the process"
+    assert not tracker.close(0.1), "the thread is left to the end of the process"
 
 
-def test_a_tracker_that_raises_stops_nothing_and_is_named(tmp_path: Path) -> None:
+def test_failing_tracker_is_named_and_no_longer_called_after_ten_failures(tmp_path: Path) -> None:
     class Broken(Tracker):
         calls = 0
 
@@ -111,12 +111,14 @@ def test_a_tracker_that_raises_stops_nothing_and_is_named(tmp_path: Path) -> Non
     assert tracker.close(60)
     news = tracker.take_news()
     assert (broken.calls, tracker.failed) == (10, 10) and tracker.dropped == 21
-    assert news is not None and "has failed 10 times in a row and is left out" in news
+    assert news is not None and "has failed 10 times in a row and is no longer called" in news
     assert tracker.take_news() is None
 
 
-def test_the_first_failure_names_file_and_line(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(OWN.replace('self.seen.append(("start"', '1 / 0 ; (("s"'))
+def test_trackers_first_failure_names_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        USER_DEFINED.replace('self.seen.append(("start"', '1 / 0 ; (("s"')
+    )
     (tracker,) = start_trackers(settings(f"{tmp_path}/own.py:Noting"), run_of(tmp_path))
     assert tracker.close(60)
     news = tracker.take_news()
@@ -128,17 +130,17 @@ def test_the_first_failure_names_file_and_line(tmp_path: Path) -> None:
     [
         ("wandbb", "telemetry.trackers has 'wandbb'; a tracker is one of tensorboard, wandb, ml"),
         ("nowhere.at_all:Tracker", "there is no module 'nowhere.at_all'"),
-        ("pathlib:Path", "is no megatron_async.telemetry.trackers.base.Tracker"),
+        ("pathlib:Path", "is not a megatron_async.telemetry.trackers.base.Tracker"),
         ({"name": "tensorboard", "arguments": {"color": 1}}, "refuses its arguments"),
     ],
 )
-def test_a_tracker_that_cannot_be_made_is_refused_at_the_start(tracker: Any, sentence: str) -> None:
+def test_build_trackers_refuses_tracker_that_cannot_be_created(tracker: Any, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         build_trackers(settings(tracker))
 
 
 @pytest.mark.parametrize("arguments", [{"tracking_uri": "sqlite:///mlflow.db"}, {}])
-def test_mlflow_without_a_server_is_refused_where_its_small_package_is_installed(
+def test_mlflow_tracker_requires_a_server_when_only_mlflow_skinny_is_installed(
     tmp_path: Path, arguments: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("mlflow")
@@ -146,8 +148,8 @@ def test_mlflow_without_a_server_is_refused_where_its_small_package_is_installed
         pytest.skip("all of mlflow is installed")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    sentence = "tracking_uri is 'sqlite:///.*mlflow.db', no server, .* `pip install mlflow`$"
-    with pytest.raises(UserError, match=sentence):
+    message = "tracking_uri is 'sqlite:///.*mlflow.db', which is not a .* `pip install mlflow`$"
+    with pytest.raises(UserError, match=message):
         build_trackers(settings({"name": "mlflow", "arguments": arguments}))
     assert list(
         build_trackers(
@@ -156,17 +158,17 @@ def test_mlflow_without_a_server_is_refused_where_its_small_package_is_installed
     )
 
 
-def test_one_name_may_stand_for_a_list() -> None:
+def test_trackers_setting_accepts_a_single_name() -> None:
     config = build_config({"telemetry": {"trackers": "tensorboard"}}).telemetry
     assert list(build_trackers(config)) == ["tensorboard"]
 
 
-def test_samples_are_in_the_run_directory_and_in_tensorboard(tmp_path: Path) -> None:
+def test_samples_are_written_to_the_run_directory_and_to_tensorboard(tmp_path: Path) -> None:
     trackers = start_trackers(TelemetryConfig(), run_of(tmp_path))
     rows = [{"question": "2+2?", "response": "it is four", "reward": 1.0}]
     with MetricsWriter(tmp_path / "m.jsonl", trackers, lineage=0) as writer:
         writer.samples(3, "heldout", rows)
-        writer.samples(3, "heldout", rows)  # a restored run repeats it
+        writer.samples(3, "heldout", rows)  # A restored run repeats it.
         writer.checkpoint(3, tmp_path / "checkpoints" / "step_3")
         writer.report(3, "steps in all 3")
     lines = (tmp_path / "evaluations" / "heldout-3.jsonl").read_text().splitlines()
@@ -206,7 +208,9 @@ def test_tensorboard_shows_each_step_once_when_a_run_is_restored(
     assert shown["train/loss"] == list(range(10))
     assert shown["eval/accuracy"] == [0, 2, 4, 6, 8]
     assert shown["warning/slow/text_summary"] == [0, 2, 4, 6, 8]
-    assert steps_shown(folder / ("" if stage else "sft"))["train/loss"] == [9], "left alone"
+    assert steps_shown(folder / ("" if stage else "sft"))["train/loss"] == [9], (
+        "the other stage is unchanged"
+    )
 
 
 def test_wandb_id_belongs_to_the_run_when_directories_move(
@@ -215,13 +219,13 @@ def test_wandb_id_belongs_to_the_run_when_directories_move(
     wandb = pytest.importorskip("wandb")
     from megatron_async.telemetry.trackers.weights_and_biases import WandbTracker
 
-    asked: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
 
     class Run:
         def define_metric(self, *_: object, **__: object) -> None: ...
 
-    def init(**given: Any) -> Run:
-        asked.append(given)
+    def init(**arguments: Any) -> Run:
+        calls.append(arguments)
         return Run()
 
     monkeypatch.setattr(wandb, "init", init)
@@ -229,22 +233,23 @@ def test_wandb_id_belongs_to_the_run_when_directories_move(
     def start(folder: Path, lineage: int = 0, stage: str = "", **arguments: Any) -> str:
         folder.mkdir(exist_ok=True)
         WandbTracker(**arguments).start(TrackedRun("run", folder, {}, lineage, stage))
-        assert asked[-1]["resume"] == "allow"
-        return str(asked[-1]["id"])
+        assert calls[-1]["resume"] == "allow"
+        return str(calls[-1]["id"])
 
-    place = tmp_path / "run"
-    first, tuning = start(place), start(place, stage="sft")
-    assert first == start(place, 1) and len({first, tuning}) == 2
-    place.rename(tmp_path / "run.failed-1")
-    second = start(place)
+    folder = tmp_path / "run"
+    first, tuning = start(folder), start(folder, stage="sft")
+    assert first == start(folder, 1) and len({first, tuning}) == 2
+    folder.rename(tmp_path / "run.failed-1")
+    second = start(folder)
     assert second != first, "another run at the same path"
     assert start(tmp_path / "run.failed-1", 2) == first, "the run that was moved"
     assert start(tmp_path / "run.failed-1", 2, stage="sft") == tuning
-    assert start(place, 1) == second
-    assert start(place, 1, id="own") == "own", "the user's argument wins"
+    assert start(folder, 1) == second
+    assert start(folder, 1, id="own") == "own", "the user's argument wins"
 
 
 def everything(tracker: BackgroundTracker, folder: Path, step: int) -> None:
+    """Call each method of a tracker once."""
     tracker.call("metrics", step, {"train/loss": 0.5, "eval/aime/pass_at_4": 0.25})
     tracker.call("histogram", step, "rollout/lag", np.arange(5))
     tracker.call("samples", step, "aime", [{"question": "2+2?", "reward": 1.0}])
@@ -254,22 +259,24 @@ def everything(tracker: BackgroundTracker, folder: Path, step: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.one_core
-def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_tracker_continues_one_offline_run_after_a_restore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    for lineage in (0, 1):  # the restored run repeats a step
+    for lineage in (0, 1):  # The restored run repeats a step.
         (tracker,) = start_trackers(settings("wandb"), run_of(tmp_path, lineage))
         everything(tracker, tmp_path, 3)
         assert tracker.close(300)
         assert (tracker.failed, tracker.dropped, tracker.take_news()) == (0, 0, None)
     runs = sorted((tmp_path / "wandb").glob("offline-run-*"))
-    assert len({run.name.rpartition("-")[2] for run in runs}) == 1, "both are one run of W&B"
+    assert len({run.name.rpartition("-")[2] for run in runs}) == 1, "both are one W&B run"
     for run in runs:
-        wanted = (b"eval/aime/pass_at_4", b"rollout/lag", b"3 steps", b"prompts")
+        expected = (b"eval/aime/pass_at_4", b"rollout/lag", b"3 steps", b"prompts")
         file, end = next(run.glob("*.wandb")), time.monotonic() + 60
-        # W&B's service, a process of its own, writes the file; `finish` may return before it has.
-        while not all(text in file.read_bytes() for text in wanted):
+        # A separate process of W&B writes the file, maybe after `finish` has returned.
+        while not all(text in file.read_bytes() for text in expected):
             assert time.monotonic() < end, file.read_bytes()
             time.sleep(0.1)
         assert list(run.glob("files/media/table/samples/*.json"))
@@ -277,13 +284,15 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 @pytest.mark.one_core
-def test_mlflow_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_tracker_continues_one_run_in_files_after_a_restore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     uri = (tmp_path / "mlruns").as_uri()
     for lineage in (0, 1):
-        wanted = {"name": "mlflow", "arguments": {"tracking_uri": uri, "experiment": "tests"}}
-        (tracker,) = start_trackers(settings(wanted), run_of(tmp_path, lineage))
+        setting = {"name": "mlflow", "arguments": {"tracking_uri": uri, "experiment": "tests"}}
+        (tracker,) = start_trackers(settings(setting), run_of(tmp_path, lineage))
         everything(tracker, tmp_path, 3 + lineage)
         assert tracker.close(300)
         assert (tracker.failed, tracker.dropped, tracker.take_news()) == (0, 0, None)

@@ -1,9 +1,8 @@
-"""Model families: one file each; every file of this folder is one.
+"""Finds model families: each file of this folder defines one family.
 
 A family file defines `FAMILY`: how its config.json becomes an `Architecture`, and its table of
-names and shard rules. Adding a family is adding a file here or naming one of one's own in
-`model.family` (examples/own_family); layers that are new to the trainer go to
-`trainer/layer_spec.py`.
+names and shard rules. To add a family, add a file here or name a file of your own in `model.family`
+(examples/own_family). Layers that are new to the trainer go to `trainer/layer_spec.py`.
 """
 
 import importlib
@@ -21,7 +20,14 @@ from megatron_async.runtime.import_path import is_import_path, load_object
 
 @dataclass(frozen=True)
 class Family:
-    """`model_type` as in config.json, and the two functions that know the family."""
+    """A model family: its `model_type` in config.json and the two functions that describe its
+    models.
+
+    Attributes:
+        model_type: Value of `model_type` in config.json.
+        architecture: Reads the architecture from a config.json.
+        rules: Returns the table of names and shard rules of an architecture.
+    """
 
     model_type: str
     architecture: Callable[[ConfigReader], Architecture]
@@ -30,7 +36,7 @@ class Family:
 
 @cache
 def families() -> dict[str, Family]:
-    """Every family of this package by its `model_type`."""
+    """Return every family of this package by its `model_type`."""
     found: dict[str, Family] = {}
     for module_info in pkgutil.iter_modules(__path__):
         family: Family = importlib.import_module(f"{__name__}.{module_info.name}").FAMILY
@@ -39,7 +45,11 @@ def families() -> dict[str, Family]:
 
 
 def family_of(name: str) -> Family:
-    """The family of an `Architecture.family`: a `model_type` of ours, or an import path."""
+    """Return the family that `name` names: a `model_type` of this package, or an import path.
+
+    Raises:
+        UserError: If the import path does not lead to a `Family`.
+    """
     if not is_import_path(name):
         return families()[name]
     family = load_object(name, "model.family")
@@ -49,13 +59,16 @@ def family_of(name: str) -> Family:
 
 
 def read_architecture(model_dir: Path | str, family_path: str = "") -> Architecture:
-    """The architecture of a Hugging Face model directory.
+    """Return the architecture that the config.json of a Hugging Face model directory describes.
 
-    `family_path` (`model.family`) is the import path of a family of the user's own; empty: the one
-    of ours that has the `model_type`.
+    Args:
+        model_dir: The model directory.
+        family_path: Import path of a user-defined family (`model.family`); empty means the family
+            of this package that has the `model_type` of config.json.
 
-    Raises UserError when the directory or config.json is missing or damaged, the family is
-    unknown, or the config asks for something that the family's model does not have.
+    Raises:
+        UserError: If the directory or config.json is missing or damaged, the family is unknown, or
+            config.json requires something that the family's model does not have.
     """
     raw = read_config_json(model_dir)
     where = f"model.path: {Path(model_dir) / 'config.json'}"
@@ -67,20 +80,28 @@ def read_architecture(model_dir: Path | str, family_path: str = "") -> Architect
     if not isinstance(model_type, str) or model_type not in families():
         raise UserError(
             f"model_type {short_repr(model_type)} in {model_dir}/config.json is not supported; "
-            f"supported are {', '.join(sorted(families()))}, and your own by model.family"
+            f"supported are {', '.join(sorted(families()))}, and your own family in model.family"
         )
     return families()[model_type].architecture(ConfigReader(raw, model_type, where))
 
 
 def rules_of(architecture: Architecture) -> tuple[Rule, ...]:
-    """The table of names and shard rules of this model."""
+    """Return an architecture's shard rules: how each Megatron parameter is made of Hugging Face
+    tensors."""
     return family_of(architecture.family).rules(architecture)
 
 
 def stage_rules(a: Architecture, stage: int = 0, stages: int = 1) -> Iterator[tuple[Rule, int]]:
-    """Rules of a pipeline stage with their global layers, in the model's order; else of all stages.
+    """Generate each parameter of a pipeline stage, as its shard rule and global layer, in model
+    order.
 
-    The tied head of the last stage is the embedding's copy and is left out.
+    By default the model is one stage. The tied head of the last stage is a copy of the embedding
+    and is left out.
+
+    Args:
+        a: The architecture of the model.
+        stage: Number of the pipeline stage.
+        stages: Number of pipeline stages.
     """
     rules = [rule for rule in rules_of(a) if rule.exported]
     if stage == 0:

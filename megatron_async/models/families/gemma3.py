@@ -1,7 +1,7 @@
-"""Gemma 3, text only: local and global attention layers, norms after attention and feed-forward.
+"""Describes Gemma 3, text only: local and global attention, norms after attention and feed-forward.
 
-Every sixth layer is global; the others see a sliding window and have a rope of their own. Norm
-weights are offsets from 1, embeddings are scaled by sqrt(hidden size), the head is tied.
+Every sixth layer is global; the others attend within a sliding window and have a separate rope.
+Norm weights are offsets from 1, embeddings are scaled by sqrt(hidden size), and the head is tied.
 """
 
 from megatron_async.models.architecture import Architecture, ConfigReader, Rope
@@ -11,13 +11,15 @@ from megatron_async.models.shards import Rule
 
 
 def _architecture(config: ConfigReader) -> Architecture:
+    """Read the architecture from a config.json; raise UserError for unsupported settings."""
     config.refuse("attention_bias")
     config.refuse("attn_logit_softcapping")
     config.refuse("use_bidirectional_attention")
     config.refuse("hidden_activation", (None, "gelu_pytorch_tanh"))
     global_rope, local_rope = _ropes(config)
-    if "yarn" in (global_rope.kind, local_rope.kind):  # would scale the scores of some layers only
-        raise config.error("rope_type", "yarn", "another for gemma3_text")
+    # YaRN would scale the attention scores of only some layers.
+    if "yarn" in (global_rope.kind, local_rope.kind):
+        raise config.error("rope_type", "yarn", "another type for gemma3_text")
     return config.dense(
         rope=global_rope,
         local_rope=local_rope,
@@ -35,9 +37,9 @@ def _architecture(config: ConfigReader) -> Architecture:
 
 
 def _ropes(config: ConfigReader) -> tuple[Rope, Rope]:
-    """Read the ropes of global and of local layers, as transformers 4 or 5 writes them.
+    """Return the ropes of global and of local layers, as transformers 4 or 5 writes them.
 
-    As in transformers, `rope_scaling` changes the global one.
+    As in transformers, `rope_scaling` changes only the global rope.
     """
     key, kinds = "rope_parameters", ("full_attention", "sliding_attention")
     both = config.mapping(key, config.raw.get(key) or {kind: {} for kind in kinds})
@@ -55,6 +57,7 @@ def _ropes(config: ConfigReader) -> tuple[Rope, Rope]:
 
 
 def _local_layers(config: ConfigReader) -> tuple[bool, ...]:
+    """Return, for each layer, whether its attention is local."""
     layers, kinds = config.layers(), config.raw.get("layer_types")
     if kinds is None:
         period = config.integer("sliding_window_pattern", 6)
@@ -62,12 +65,14 @@ def _local_layers(config: ConfigReader) -> tuple[bool, ...]:
     known = ("sliding_attention", "full_attention")
     if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
         raise config.error(
-            "layer_types", kinds, f"a list of {layers}, each of {' or '.join(known)}"
+            "layer_types", kinds, f"a list of {layers} values, each {' or '.join(known)}"
         )
     return tuple(kind == "sliding_attention" for kind in kinds)
 
 
 def _feed_forward(architecture: Architecture) -> list[Rule]:
+    """Return the shard rules of a layer's feed-forward, with the norms after attention and
+    feed-forward."""
     size = architecture.hidden_size
     return [
         norm_rule(

@@ -1,4 +1,5 @@
-"""Llama 2 to 3.3: grouped key/value heads, llama3 rope scaling, tied head in the small 3.2 ones."""
+"""Describes Llama 2 to 3.3: grouped key/value heads, llama3 rope scaling, tied head if small
+(3.2)."""
 
 from megatron_async.models.architecture import Architecture, ConfigReader
 from megatron_async.models.decoder import decoder_rules, mlp_rules

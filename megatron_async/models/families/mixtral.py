@@ -1,4 +1,5 @@
-"""Mixtral: experts w1 (gate), w3 (up), w2 (down) in every layer, their weights summing to 1."""
+"""Describes Mixtral: experts w1 (gate), w3 (up), w2 (down) in every layer, with weights summing to
+1."""
 
 from megatron_async.models.architecture import Architecture, ConfigReader
 from megatron_async.models.decoder import decoder_rules, expert_rules

@@ -1,4 +1,5 @@
-"""Qwen2 and Qwen2.5: QKV bias; tied head in the small ones, untied from 7B."""
+"""Describes Qwen2 and Qwen2.5: a bias in QKV; small models have a tied head, from 7B it is
+untied."""
 
 from megatron_async.models.architecture import Architecture, ConfigReader
 from megatron_async.models.decoder import decoder_rules, mlp_rules

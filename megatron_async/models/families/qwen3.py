@@ -1,4 +1,4 @@
-"""Qwen3: norms on query and key heads, no bias."""
+"""Describes Qwen3: norms on query and key heads, no bias."""
 
 from megatron_async.models.architecture import Architecture, ConfigReader
 from megatron_async.models.decoder import decoder_rules, mlp_rules

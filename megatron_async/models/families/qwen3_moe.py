@@ -1,4 +1,4 @@
-"""Qwen3-MoE (30B-A3B, 235B-A22B): Qwen3 attention, experts in every layer, no shared expert."""
+"""Describes Qwen3-MoE (30B-A3B, 235B-A22B): Qwen3's attention and experts, no shared expert."""
 
 from megatron_async.models.architecture import Architecture, ConfigReader
 from megatron_async.models.decoder import decoder_rules, expert_rules

@@ -1,11 +1,12 @@
-"""The interface of a tracker: override what yours has a place for.
+"""Provides the interface of a tracker, of which a class overrides the methods that it can use.
 
-`BackgroundTracker` keeps one behind a queue: it can be slow, fail or hang, and the run goes on.
+`BackgroundTracker` puts a tracker behind a queue: the tracker may be slow, fail or hang without any
+effect on the run.
 
 Invariants
-- No call waits: what does not fit into the queue is dropped and counted.
-- What a tracker raises is counted; after `_MOST_FAILURES` in a row it is not called any more.
-- `close` waits a bounded time and then leaves the thread to the end of the process.
+- No call waits: a call that does not fit into the queue is dropped and counted.
+- Exceptions of a tracker are counted; after `_MOST_FAILURES` in a row it is no longer called.
+- `close` waits a limited time and then leaves the thread to the end of the process.
 """
 
 import queue
@@ -25,11 +26,16 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run that a tracker follows. `lineage` is above 0 when it was restored.
+    """The run about which a tracker gets reports.
 
-    `stage`: `sft` where the run directory is that of RL too, else empty. `step`: number of the step
-    that comes first; what an earlier process has reported about this step and later ones is
-    superseded.
+    Attributes:
+        name: Name of the run.
+        directory: The run's directory.
+        config: The settings.
+        lineage: Lineage of the run; above 0 if the run was restored.
+        stage: `sft` if the run directory is also that of an RL run, else empty.
+        step: Number of the first step that is reported. Earlier reports about this step and later
+            ones are superseded.
     """
 
     name: str
@@ -41,42 +47,42 @@ class TrackedRun:
 
     @property
     def label(self) -> str:
-        """The name, with the stage if there is one."""
+        """Name of the run, with its stage if there is one."""
         return f"{self.name}-{self.stage}" if self.stage else self.name
 
     def id_file(self, tracker: str) -> Path:
-        """Return the file of the run directory in which `tracker` keeps its own id of the run."""
+        """Return the file in the run directory where `tracker` stores its own id of the run."""
         return self.directory / f"{tracker}_run_id{self.stage}"
 
 
 class Tracker:
-    """A place that a run reports to, made with the `arguments` of its setting.
+    """Interface of a service to which a run reports, created with the `arguments` of its setting.
 
-    `start` comes first and `finish` last. All calls come one after another from one thread of their
-    own, so they may take their time: what they raise, and what they are too slow for, is counted
-    and never stops the run. A restored run starts its trackers again and repeats steps.
+    `start` is called first and `finish` last. All calls come one after another from a dedicated
+    thread, so they may take time: exceptions, and calls dropped because the tracker is too slow,
+    are counted and never stop the run. A restored run starts its trackers again and repeats steps.
     """
 
     def start(self, run: TrackedRun) -> None:
-        """Open what the others write to."""
+        """Open the destination to which the other methods write the reports of `run`."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Scalars of a step; `eval/...` are those of an evaluation."""
+        """Report the scalars of a step; those of an evaluation are named `eval/...`."""
 
     def histogram(self, step: int, name: str, values: npt.NDArray[Any]) -> None:
-        """Numbers of which the distribution matters."""
+        """Report numbers whose distribution matters."""
 
     def samples(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        """Responses of an evaluation: question, response, reward and more."""
+        """Report the responses of an evaluation: question, response, reward and more."""
 
     def text(self, step: int, name: str, text: str) -> None:
-        """A warning by its name, or the totals at the end (`report`)."""
+        """Report a warning by its name, or the totals at the end (`report`)."""
 
     def checkpoint(self, step: int, path: Path) -> None:
-        """A checkpoint that can be restored is on disk."""
+        """Report that a checkpoint that can be restored is on disk."""
 
     def finish(self) -> None:
-        """Write what is left."""
+        """Write remaining reports and close the destination."""
 
 
 QUEUE_CALLS = 1000
@@ -85,7 +91,13 @@ _MOST_FAILURES = 10
 
 
 class BackgroundTracker:
-    """Passes calls to `tracker` on a thread of its own."""
+    """Calls a tracker's methods on a dedicated thread, from a queue of limited length.
+
+    Attributes:
+        name: Name of the tracker.
+        dropped: Number of calls that were dropped.
+        failed: Number of calls that raised an exception.
+    """
 
     def __init__(
         self, name: str, tracker: Tracker, run: TrackedRun, *, queue_calls: int = QUEUE_CALLS
@@ -102,19 +114,21 @@ class BackgroundTracker:
         self.call("start", run)
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Have `method` of the tracker called when its turn comes."""
+        """Queue a call of the tracker's `method`; drop and count it if the queue is full."""
         try:
             self._calls.put_nowait(lambda: getattr(self._tracker, method)(*arguments))
         except queue.Full:
             self._lost("is too slow: calls are dropped")
 
     def take_news(self) -> str | None:
-        """The first failure and the first dropped call since the last time, as a sentence."""
+        """Return a message about the first failed or dropped call since the last time; None without
+        any."""
         news, self._news = self._news, None
         return news
 
     def close(self, seconds: float = CLOSE_SECONDS) -> bool:
-        """Finish what is queued within `seconds`; False when they were not enough."""
+        """Finish the queued calls and the tracker within `seconds`; return whether the time was
+        enough."""
         end = time.monotonic() + seconds
         try:
             self._calls.put(lambda: self._tracker.finish(), timeout=seconds)
@@ -125,19 +139,21 @@ class BackgroundTracker:
         return not self._thread.is_alive()
 
     def _lost(self, why: str) -> None:
+        """Count a dropped call; keep the message about the first one for `take_news`."""
         if self.dropped == 0:
             self._news = f"tracker {self.name} {why}"
         self.dropped += 1
 
     def _work(self) -> None:
+        """Execute the queued calls until the queue ends; count failures."""
         while (call := self._calls.get()) is not None:
             if self._failures_in_a_row >= _MOST_FAILURES:
-                self._lost(f"has failed {_MOST_FAILURES} times in a row and is left out")
+                self._lost(f"has failed {_MOST_FAILURES} times in a row and is no longer called")
                 continue
             try:
                 call()
                 self._failures_in_a_row = 0
-            except Exception as error:  # noqa: BLE001 - trackers raise anything
+            except Exception as error:  # noqa: BLE001 - a tracker may raise anything
                 self._failures_in_a_row += 1
                 if self.failed == 0:
                     self._news = f"tracker {self.name} fails: {described(error)}"

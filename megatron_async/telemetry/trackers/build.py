@@ -1,4 +1,4 @@
-"""From settings to trackers."""
+"""Creates and starts the trackers that the settings name."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -19,41 +19,54 @@ BUILT_IN: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def build_trackers(config: TelemetryConfig) -> dict[str, Tracker]:
-    """The trackers of the settings by their names; none is started. Raises UserError."""
+    """Create the trackers of the settings, without starting them; return them by their names.
+
+    Raises:
+        UserError: If a tracker is unknown, named twice, or refuses its arguments.
+    """
     found: dict[str, Tracker] = {}
-    for wanted in config.trackers:
-        name = wanted.name.rpartition(":")[2]
+    for setting in config.trackers:
+        name = setting.name.rpartition(":")[2]
         if name in found:
             raise UserError(f"telemetry.trackers has {name!r} twice")
-        found[name] = _tracker(wanted.name, wanted.arguments)
+        found[name] = _tracker(setting.name, setting.arguments)
     return found
 
 
 def _tracker(name: str, arguments: Mapping[str, Any]) -> Tracker:
+    """Create the tracker `name`, which is built in or an import path, with its arguments.
+
+    Raises:
+        UserError: If it cannot be created or is not a `Tracker`.
+    """
     if name not in BUILT_IN and not is_import_path(name):
         raise UserError(
             f"telemetry.trackers has {name!r}; a tracker is one of {', '.join(BUILT_IN)}, or "
             "package.module:Class or path/to/file.py:Class"
         )
     try:
-        made = load_object(BUILT_IN.get(name, name), "telemetry.trackers")(**arguments)
+        tracker = load_object(BUILT_IN.get(name, name), "telemetry.trackers")(**arguments)
     except UserError as error:
         more = f"; install it with `pip install {name}`" if name in BUILT_IN else ""
         raise UserError(f"{error}{more}") from error
-    except Exception as error:  # the user's class may raise anything
+    except Exception as error:  # A user-defined class may raise anything.
         raise UserError(
             f"telemetry.trackers: {name} refuses its arguments {dict(arguments)}: "
             f"{described(error)}"
         ) from error
-    if not isinstance(made, Tracker):
+    if not isinstance(tracker, Tracker):
         raise UserError(
-            f"telemetry.trackers: {name} is no megatron_async.telemetry.trackers.base.Tracker"
+            f"telemetry.trackers: {name} is not a megatron_async.telemetry.trackers.base.Tracker"
         )
-    return made
+    return tracker
 
 
 def start_trackers(config: TelemetryConfig, run: TrackedRun) -> list[BackgroundTracker]:
-    """All of them, each on a thread of its own. Raises UserError."""
+    """Create the trackers of the settings and start each on a dedicated thread.
+
+    Raises:
+        UserError: If a tracker cannot be created.
+    """
     return [
         BackgroundTracker(name, tracker, run) for name, tracker in build_trackers(config).items()
     ]

@@ -1,4 +1,4 @@
-"""MLflow: a tracking server, or a database in a file (`tracking_uri: sqlite:///FILE`)."""
+"""Provides the MLflow tracker: for a tracking server, or a database file (`sqlite:///FILE`)."""
 
 import json
 import re
@@ -21,18 +21,25 @@ _REFUSED = re.compile(r"[^\w\-. /]")
 
 
 class MlflowTracker(Tracker):
-    """An MLflow run for a run directory, restored runs included.
-
-    `tracking_uri`: None = MLflow's own default (`MLFLOW_TRACKING_URI`). Raises UserError for one
-    that the installed package cannot use.
-    """
+    """Reports a run to MLflow, where a run directory is one MLflow run, also after a restore."""
 
     def __init__(self, experiment: str = "megatron_async", tracking_uri: str | None = None) -> None:
+        """Check that the installed package can use the tracking server.
+
+        Args:
+            experiment: Name of the MLflow experiment.
+            tracking_uri: Address of the server or database; None means MLflow's default
+                (`MLFLOW_TRACKING_URI`).
+
+        Raises:
+            UserError: If the installed package cannot use the address.
+        """
         uri = tracking_uri or get_tracking_uri()
         server, folder = uri.startswith(("http", "databricks")), uri.startswith("file")
         if not (server or folder or find_spec("sqlalchemy")):
             raise UserError(
-                f"tracking_uri is {uri!r}, no server, and needs more than mlflow-skinny"
+                f"tracking_uri is {uri!r}, which is not a server; it requires the package mlflow "
+                "instead of mlflow-skinny"
             )
         self._experiment = experiment
         self._uri = tracking_uri
@@ -40,11 +47,11 @@ class MlflowTracker(Tracker):
         self._run = ""
 
     def start(self, run: TrackedRun) -> None:
-        """Open a run, or the one of the same directory again."""
+        """Create an MLflow run, or reopen the one whose id is in the run directory."""
         self._client = MlflowClient(tracking_uri=self._uri)
-        known = run.id_file("mlflow")
-        if known.exists():
-            self._run = known.read_text()
+        id_file = run.id_file("mlflow")
+        if id_file.exists():
+            self._run = id_file.read_text()
             self._client.update_run(self._run, status="RUNNING")
             return
         found = self._client.get_experiment_by_name(self._experiment)
@@ -54,42 +61,44 @@ class MlflowTracker(Tracker):
             else found.experiment_id
         )
         self._run = self._client.create_run(experiment, run_name=run.label).info.run_id
-        with replacing(known) as temporary:
+        with replacing(id_file) as temporary:
             temporary.write_text(self._run)
         flat = [Param(name, value[:_LONGEST_PARAMETER]) for name, value in _flat(run.config)]
         for begin in range(0, len(flat), 100):
             self._client.log_batch(self._run, params=flat[begin : begin + 100])
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Log scalars."""
+        """Log the scalars of a step to MLflow."""
         now = int(1000 * time.time())
         found = [Metric(_name(key), value, now, step) for key, value in values.items()]
         for begin in range(0, len(found), _MOST_AT_ONCE):
             self._client.log_batch(self._run, metrics=found[begin : begin + _MOST_AT_ONCE])
 
     def samples(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        """Store a JSONL artifact."""
+        """Store the responses of an evaluation as a JSONL artifact in MLflow."""
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         self._client.log_text(self._run, lines, f"samples/{name}-{step}.jsonl")
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Store an artifact."""
+        """Store a warning or the report as a text artifact in MLflow."""
         self._client.log_text(self._run, text, f"{_name(name)}-{step}.txt")
 
     def checkpoint(self, step: int, path: Path) -> None:
-        """Keep the newest path as a tag."""
+        """Store the path of the newest checkpoint as a tag of the MLflow run."""
         self._client.set_tag(self._run, "checkpoint", str(path))
 
     def finish(self) -> None:
-        """End the run."""
+        """End the MLflow run."""
         self._client.set_terminated(self._run)
 
 
 def _name(text: str) -> str:
+    """Return `text` without the characters that MLflow refuses in names."""
     return _REFUSED.sub("_", text)
 
 
 def _flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """Generate name and text of every setting in nested settings; levels are joined by dots."""
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{above}{name}.")

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run directory."""
+"""Provides the TensorBoard tracker, which writes event files in the run directory."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,41 +14,42 @@ _MOST_ROWS = 16
 
 
 class TensorBoardTracker(Tracker):
-    """Scalars, histograms and texts; `folder` is below the run directory."""
+    """Writes scalars, histograms and texts as TensorBoard events to `folder` in the run
+    directory."""
 
     def __init__(self, folder: str = "tensorboard") -> None:
         self._folder = folder
         self._writer: Any = None
 
     def start(self, run: TrackedRun) -> None:
-        """Open a new event file; TensorBoard drops what earlier files have of repeated steps."""
+        """Open a new event file, which hides the repeated steps of earlier files in TensorBoard."""
         from torch.utils.tensorboard import SummaryWriter
 
         directory = str(run.directory / self._folder / run.stage)
         self._writer = SummaryWriter(directory, flush_secs=_FLUSH_SECONDS, purge_step=run.step)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Add scalars."""
+        """Write the scalars of a step to the event file."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def histogram(self, step: int, name: str, values: npt.NDArray[Any]) -> None:
-        """Add a histogram."""
+        """Write a histogram to the event file."""
         self._writer.add_histogram(name, values, step)
 
     def samples(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        """Add the first rows as preformatted text."""
+        """Write the first responses of an evaluation as preformatted text to the event file."""
         texts = (json.dumps(row, indent=1, ensure_ascii=False) for row in rows[:_MOST_ROWS])
         self.text(step, f"samples/{name}", "\n\n".join(f"```\n{text}\n```" for text in texts))
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Add a text."""
+        """Write a warning or the report as text to the event file."""
         self._writer.add_text(name, text, step)
 
     def checkpoint(self, step: int, path: Path) -> None:
-        """Add the path as a text."""
+        """Write the path of a checkpoint as text to the event file."""
         self.text(step, "checkpoint", str(path))
 
     def finish(self) -> None:
-        """Write what is left."""
+        """Close the event file."""
         self._writer.close()

@@ -1,4 +1,5 @@
-"""Weights & Biases, online or offline (`WANDB_MODE=offline`, or the argument `mode`)."""
+"""Provides the Weights & Biases tracker, online or offline (`WANDB_MODE=offline` or argument
+`mode`)."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,10 @@ _STEP = "step"
 
 
 class WandbTracker(Tracker):
-    """A W&B run for a run directory, restored runs included; more arguments go to `wandb.init`.
+    """Reports a run to W&B, where a run directory is one W&B run, also after a restore.
 
-    Steps are a metric of their own, since W&B refuses a step that a restored run repeats.
+    Additional arguments are passed to `wandb.init`. Step numbers are reported as a separate metric,
+    since W&B refuses a step that a restored run repeats.
     """
 
     def __init__(self, project: str = "megatron_async", **arguments: Any) -> None:
@@ -25,43 +27,44 @@ class WandbTracker(Tracker):
         self._run: Any = None
 
     def start(self, run: TrackedRun) -> None:
-        """Open a run, or the one whose id is in the run directory again."""
-        known = run.id_file("wandb")
-        if not known.exists():
-            with replacing(known) as temporary:
+        """Create a W&B run, or reopen the one whose id is in the run directory."""
+        id_file = run.id_file("wandb")
+        if not id_file.exists():
+            with replacing(id_file) as temporary:
                 temporary.write_text(secrets.token_hex(8))
-        own = {
+        defaults = {
             "name": run.label,
-            "id": known.read_text(),
+            "id": id_file.read_text(),
             "dir": str(run.directory),
             "resume": "allow",
         }
-        self._run = wandb.init(config=dict(run.config), **{**own, **self._arguments})
+        self._run = wandb.init(config=dict(run.config), **{**defaults, **self._arguments})
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Log scalars."""
+        """Log the scalars of a step to W&B."""
         self._run.log({_STEP: step, **values})
 
     def histogram(self, step: int, name: str, values: npt.NDArray[Any]) -> None:
-        """Log a histogram."""
+        """Log a histogram to W&B."""
         self._run.log({_STEP: step, name: wandb.Histogram(values.tolist())})
 
     def samples(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        """Log a table."""
+        """Log the responses of an evaluation as a table to W&B."""
         columns: list[str | int] = list(rows[0]) if rows else []
         data = [[str(row.get(str(column))) for column in columns] for row in rows]
         self._run.log({_STEP: step, f"samples/{name}": wandb.Table(columns=columns, data=data)})
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Keep the newest text of a name in the summary."""
+        """Store a text in the summary of the W&B run, where the newest text of each name
+        remains."""
         self._run.summary[name] = text
 
     def checkpoint(self, step: int, path: Path) -> None:
-        """Keep the newest path in the summary."""
+        """Store the path of the newest checkpoint in the summary of the W&B run."""
         self._run.summary["checkpoint"] = str(path)
 
     def finish(self) -> None:
-        """End the run."""
+        """End the W&B run."""
         self._run.finish()
