@@ -1,17 +1,24 @@
-"""Token log-probs and losses: types, plain torch and Triton. The only implementation of a loss.
+"""Provides token log-probs and importance-ratio losses, each in plain torch and in Triton. This
+package has the only implementation of a loss.
 
-- loss_types: what a loss reads, its thresholds, what it returns; sums add over microbatches.
-- loss_torch: the loss in plain torch, on any device and in float64. surrogates: the ratio, where it
-  is clipped, and every surrogate with its derivative.
-- is_loss: the same in Triton, in one pass over the tokens: triton_loss_tokens,
-  triton_loss_sequences, triton_loss_terms, triton_loss_spec.
-- token_logprob: log-probs and entropy straight from hidden states; no logits are kept. Also its
-  collectives over tensor-parallel ranks.
-- head_types: its head as plain data.
-- reference, chunked: its torch reference, and the chunked torch version of CPU runs.
-- triton_head, triton_forward, triton_backward, triton_tiles: its Triton version.
-- cpu_matmul: float32 matrix products on AMD processors, for processes that train or generate there.
-- packed: reductions over the sequences of a packed stream. backend: which version runs.
+- `loss_types` defines what a loss reads, its thresholds, and what it returns. Loss and metric sums
+  add up over microbatches.
+- `loss_torch` computes the loss in plain torch, on any device and also in float64. `surrogates`
+  defines the ratio, where it is clipped, and every surrogate loss with its derivative.
+- `is_loss` computes the same loss in Triton, in one pass over the tokens, with the kernels in
+  `triton_loss_tokens`, `triton_loss_sequences`, `triton_loss_terms` and `triton_loss_spec`.
+- `token_logprob` computes log-probs and entropy directly from hidden states, without keeping
+  logits. It also has the collectives over tensor-parallel ranks.
+- `head_types` describes the head of such a call (the output projection with its softmax) as plain
+  data.
+- `reference` is the torch reference of `token_logprob`, and `chunked` the chunked torch version for
+  CPU runs.
+- `triton_head`, `triton_forward`, `triton_backward` and `triton_tiles` are the Triton version of
+  `token_logprob`.
+- `cpu_matmul` speeds up float32 matrix products on AMD processors, for processes that train or
+  generate there.
+- `packed` has reductions over the sequences of a packed stream. `backend` chooses the version that
+  runs.
 """
 
 from megatron_async_kernels.backend import describe_backend, resolve_backend

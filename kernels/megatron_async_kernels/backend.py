@@ -1,4 +1,5 @@
-"""Choice of the implementation, by name or by device, with a sentence for `doctor`."""
+"""Chooses the implementation of the kernels by name or by device, and describes the choice for
+`doctor`."""
 
 from __future__ import annotations
 
@@ -16,14 +17,16 @@ BACKENDS: tuple[str, ...] = ("auto", "chunked", "triton")
 
 
 def triton_installed() -> bool:
+    """Return whether the package triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The backend that `auto` stands for: triton on CUDA (not for float64), chunked elsewhere.
+    """Return the name of the implementation to use: for `auto`, `triton` on CUDA (except in
+    float64) if triton is installed, otherwise `chunked`; any other name is returned unchanged.
 
-    Raises
-        ValueError: the name is unknown.
+    Raises:
+        ValueError: The name is unknown.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -35,11 +38,12 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
 
 
 def head_kernels(name: str) -> HeadKernels:
-    """The head's kernels of a resolved backend."""
+    """Return the implementation of `token_logprob`'s forward and backward pass with the name
+    `chunked` or `triton`."""
     if name == "chunked":
         return ChunkedKernels()
     if name == "triton":
-        # Imported on use: machines without triton run the chunked version.
+        # Imported only here, because machines without triton run the chunked version.
         from megatron_async_kernels.triton_head import TritonKernels
 
         return TritonKernels()
@@ -47,9 +51,12 @@ def head_kernels(name: str) -> HeadKernels:
 
 
 def describe_loss(*, cuda: bool, triton: str | None) -> str:
-    """Return the line of `doctor` about `is_loss` on a machine with these, and the exception.
+    """Return the line of `doctor` that says which implementation `is_loss` uses on a machine, with
+    the exception to this.
 
-    `triton` is its version, None where it is not installed.
+    Args:
+        cuda: Whether the machine has a CUDA device.
+        triton: Version of triton; None if it is not installed.
     """
     if not cuda:
         return "plain torch (no CUDA device)"
@@ -59,7 +66,8 @@ def describe_loss(*, cuda: bool, triton: str | None) -> str:
 
 
 def describe_backend() -> str:
-    """Return the line of `doctor` about `backend="auto"` on this machine, with the reason."""
+    """Return the line of `doctor` that says which implementation `backend="auto"` selects on this
+    machine, with the reason."""
     if not torch.cuda.is_available():
         return "chunked torch (no CUDA device)"
     if not triton_installed():

@@ -1,4 +1,4 @@
-"""Token log-probs in plain torch, chunk by chunk: what CPU runs use.
+"""Computes token log-probs in plain torch, chunk by chunk; CPU runs use this version.
 
 Invariants
 - No tensor grows with T × V: logits exist only as one [token chunk × vocabulary chunk] block, and
@@ -28,7 +28,8 @@ MAX_CHUNK_VOCAB = 8192
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Rows and vocabulary columns of one block, and the bytes that a block may take."""
+    """Size of one block of logits: rows (`tokens`), vocabulary columns (`vocab`), and the bytes of
+    its temporaries."""
 
     tokens: int
     vocab: int
@@ -37,7 +38,8 @@ class ChunkPlan:
 
 @dataclass(frozen=True, eq=False)
 class _Buffers:
-    """Two blocks that every step writes into: no allocation grows with the number of blocks."""
+    """Memory of two blocks that every step reuses, so that allocations do not grow with the number
+    of blocks."""
 
     logits: Tensor
     scratch: Tensor | None
@@ -57,14 +59,14 @@ def _buffers(problem: HeadProblem, plan: ChunkPlan, *, two: bool) -> _Buffers:
 
 
 def plan_chunks(problem: HeadProblem) -> ChunkPlan:
-    """The largest blocks whose temporaries fit into the workspace.
+    """Choose the largest blocks of logits whose temporaries fit into `workspace_bytes`.
 
-    Counted per block: two [tokens × vocab] arrays (logits; probabilities or products), the
-    hidden rows and their gradient [tokens × D], and for low-precision weights the upcast block
-    and its gradient [vocab × D].
+    Counted per block: two [tokens × vocab] arrays (logits; probabilities or products), the hidden
+    rows and their gradient [tokens × D], and for low-precision weights the upcast block and its
+    gradient [vocab × D].
 
-    Raises
-        ValueError: not even one row and one column fit into `workspace_bytes`.
+    Raises:
+        ValueError: Not even one row and one column fit into `workspace_bytes`.
     """
     element = torch.empty((), dtype=problem.accumulate).element_size()
     hidden_size = int(problem.weight_VD.shape[1])
@@ -93,7 +95,7 @@ def _blocks(total: int, size: int) -> list[tuple[int, int]]:
 def _scaled_logits(
     problem: HeadProblem, buffers: _Buffers, hidden_CD: Tensor, weight_BD: Tensor
 ) -> Tensor:
-    """hidden · weightᵀ / temperature for one block, [C, B], in the first buffer."""
+    """Compute hidden · weightᵀ / temperature for one block, [C, B], in the first buffer."""
     logits_CB = buffers.first(hidden_CD.shape[0], weight_BD.shape[0])
     torch.mm(hidden_CD, weight_BD.t(), out=logits_CB)
     if problem.inv_temperature != 1.0:
@@ -104,7 +106,8 @@ def _scaled_logits(
 def _local_targets(
     problem: HeadProblem, rows: tuple[int, int], columns: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Column of each row's target within the block (clamped), and whether it lies in it; [C]."""
+    """Return the column of each row's target within the block (clamped to the block), and whether
+    the target is in the block; both [C]."""
     column_C = problem.targets_R[rows[0] : rows[1]] - columns[0]
     width = columns[1] - columns[0]
     inside_C = (column_C >= 0) & (column_C < width)
@@ -112,10 +115,11 @@ def _local_targets(
 
 
 class ChunkedKernels:
-    """Backend in plain torch; works on any device and dtype."""
+    """Backend of `token_logprob` in plain torch; works on any device and dtype."""
 
     def stats(self, problem: HeadProblem, *, want_entropy: bool) -> HeadStats:
-        """Online max, sum of exponentials, target logit and entropy term; O(R) results."""
+        """Compute the online-softmax statistics of one shard block by block: maximum, sum of
+        exponentials, target logit and, if wanted, the entropy term, each [R]."""
         plan = plan_chunks(problem)
         options = {"dtype": problem.accumulate, "device": problem.hidden_TD.device}
         sum_R = torch.zeros(problem.num_rows, **options)
@@ -131,7 +135,9 @@ class ChunkedKernels:
         return stats
 
     def grads(self, problem: HeadProblem, cotangents: HeadCotangents, grads: HeadGrads) -> None:
-        """Recompute each logits block, turn it into dLoss/dlogits, multiply it both ways."""
+        """Add the gradients of hidden states and weight of one shard to `grads`: recompute each
+        block of logits, turn it into dLoss/dlogits, and multiply it with the weight and the hidden
+        states."""
         plan = plan_chunks(problem)
         buffers = _buffers(problem, plan, two=cotangents.grad_entropy_R is not None)
         for rows in _blocks(problem.num_rows, plan.tokens):
@@ -159,7 +165,7 @@ def _merge_block(
     rows: tuple[int, int],
     columns: tuple[int, int],
 ) -> None:
-    """Merge one block of logits into the running statistics of its rows, in place."""
+    """Merge one block of logits into the running softmax statistics of its rows, in place."""
     at = slice(*rows)
     weight_BD = problem.weight_VD[columns[0] : columns[1]].to(problem.accumulate)
     logits_CB = _scaled_logits(problem, buffers, hidden_CD, weight_BD)
@@ -190,7 +196,8 @@ def _add_products(
     dlogits_CB: Tensor,
     columns: tuple[int, int],
 ) -> None:
-    """Add a block of dLoss/dlogits, multiplied both ways."""
+    """Add the products of one block of dLoss/dlogits to the gradients: with the weight for the
+    hidden states, and with the hidden states for the weight."""
     at = slice(*columns)
     if dhidden_CD is not None:
         dhidden_CD.addmm_(dlogits_CB, weight_BD)
@@ -199,7 +206,8 @@ def _add_products(
 
 
 def _add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """out += left · right, in the precision of the factors where `out` has less."""
+    """Compute out += left · right; if `out` has another dtype, the product is computed in the dtype
+    of the factors first."""
     if out.dtype == left.dtype:
         out.addmm_(left, right)
     else:
@@ -215,7 +223,7 @@ def _dlogits(
     rows: tuple[int, int],
     columns: tuple[int, int],
 ) -> Tensor:
-    """dLoss/d(unscaled logits) of one block by the formula of `HeadCotangents`, [C, B]."""
+    """Compute dLoss/d(unscaled logits) of one block by the formula of `HeadCotangents`, [C, B]."""
     at = slice(*rows)
     logits_CB = _scaled_logits(problem, buffers, hidden_CD, weight_BD)
     logits_CB -= cotangents.log_sum_exp_R[at, None]

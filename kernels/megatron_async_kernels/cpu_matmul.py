@@ -1,14 +1,16 @@
-"""float32 matrix products on AMD processors by oneDNN instead of MKL.
+"""Computes float32 matrix products on AMD processors with oneDNN instead of MKL.
 
-torch hands them to MKL, which leaves a processor that is not Intel's at half of its speed (measured
-on an EPYC with AVX-512: 57 to 114 GFLOP/s a core, oneDNN 140 to 260). Each product passes through
-Python on the way, which takes 3 us. `torch.backends.mkldnn.flags(enabled=False)` turns it off.
+torch uses MKL for them, which reaches only half of the speed of a processor that is not Intel's
+(measured on an EPYC with AVX-512: 57 to 114 GFLOP/s a core with MKL, 140 to 260 with oneDNN). Each
+product then goes through Python, which takes 3 us. `torch.backends.mkldnn.flags(enabled=False)`
+turns this off.
 
 Invariants
-- Where MKL is right (another processor, dtype or memory layout, a small product), it multiplies;
-  what torch refuses is refused with torch's words.
-- Only the order of sums changes; gradients are products again, so they are covered.
-- The change is for the life of the process: for a process that trains or generates, at its start.
+- Where MKL is the better choice (another processor, dtype or memory layout, a small product), MKL
+  computes the product. Arguments that torch rejects are rejected with torch's error.
+- Only the order of sums changes. Gradients are matrix products too, so they are also covered.
+- The change lasts as long as the process: call `use_onednn` at the start of a process that trains
+  or generates.
 - Memory is bounded. By default torch and oneDNN each cache 1,024 compiled products, one per shape,
   of 0.65 MB on average (tests/kernels/test_cpu_matmul.py), and packed batches have new shapes in
   every step. The limit here is 64, enough for the shapes that recur within one microbatch.
@@ -24,17 +26,18 @@ import torch
 from torch import Tensor
 
 _CAPACITIES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
-_SMALL = 1 << 20  # multiplications of a product below which oneDNN's start costs more than it saves
+# Number of multiplications of a product below which starting oneDNN costs more than it saves.
+_SMALL = 1 << 20
 
 
 def mkl_is_slow() -> bool:
-    """Return whether torch multiplies with MKL on an AMD processor, and has oneDNN, too."""
+    """Return whether the processor is from AMD and torch was built with both MKL and oneDNN."""
     names = torch.cpu.get_capabilities().get("cpu_name", "")
     return "AMD" in str(names) and torch.backends.mkl.is_available() and has_onednn()
 
 
 def has_onednn() -> bool:
-    """Return whether this torch was built with oneDNN."""
+    """Return whether torch was built with oneDNN."""
     return bool(torch.backends.mkldnn.is_available()) and hasattr(
         torch.ops.mkldnn, "_linear_pointwise"
     )
@@ -42,13 +45,16 @@ def has_onednn() -> bool:
 
 @cache
 def use_onednn() -> torch.library.Library | None:
-    """Multiply float32 on the CPU with oneDNN from here on, where MKL is slow; else None.
+    """Make this process compute float32 matrix products on the CPU with oneDNN from now on, if MKL
+    is slow on its processor; otherwise do nothing and return None.
 
-    What is returned is the registration, which holds as long as the process.
+    Returns:
+        The registration of the replaced operations, which lasts as long as the process.
     """
     if not mkl_is_slow():
         return None
-    for variable in _CAPACITIES:  # torch and oneDNN read them at the first product
+    # Set before the first product, when torch and oneDNN read these variables.
+    for variable in _CAPACITIES:
         os.environ.setdefault(variable, "64")
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
@@ -59,7 +65,7 @@ def use_onednn() -> torch.library.Library | None:
 
 
 def mm(left_MK: Tensor, right_KN: Tensor) -> Tensor:
-    """`torch.mm`, by oneDNN where that pays."""
+    """Compute `torch.mm`, with oneDNN if that is faster."""
     if not _pays(left_MK, right_KN):
         return torch.mm(left_MK, right_KN, out=left_MK.new_empty(0))
     return _onednn(left_MK, right_KN)
@@ -68,8 +74,9 @@ def mm(left_MK: Tensor, right_KN: Tensor) -> Tensor:
 def addmm(
     added: Tensor, left_MK: Tensor, right_KN: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Tensor:
-    """`torch.addmm`, by oneDNN where that pays."""
-    # Not 0, which multiplies nothing, and no number that torch refuses or takes in another way.
+    """Compute `torch.addmm`, with oneDNN if that is faster."""
+    # Not 0, for which torch multiplies nothing, and no number that torch rejects or treats
+    # specially.
     usual = 0 < abs(beta) < 1e38 and 0 < abs(alpha) < 1e38 and not isinstance(beta + alpha, complex)
     if not usual or added.dtype is not torch.float32 or not _pays(left_MK, right_KN):
         out = left_MK.new_empty(0)
@@ -81,7 +88,8 @@ def addmm(
 
 
 def _onednn(left_MK: Tensor, right_KN: Tensor) -> Tensor:
-    """The product; oneDNN's operation copies a left factor that is not contiguous."""
+    """Return the product of two matrices, computed by oneDNN. Its operation copies a left factor
+    that is not contiguous."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(left_MK, right_KN.t(), None, "none", [], "")
     return out
 
@@ -99,6 +107,6 @@ def _pays(left_MK: Tensor, right_KN: Tensor) -> bool:
 
 
 def _is_plain(matrix: Tensor) -> bool:
-    """Return whether it lies by rows or by columns, and no two elements in one place."""
+    """Return whether the matrix is stored by rows or by columns without overlapping elements."""
     (rows, columns), (down, across) = matrix.shape, matrix.stride()
     return (across == 1 and down >= columns) or (down == 1 and across >= rows)

@@ -1,11 +1,12 @@
-"""The language-model head as plain data shared by every backend.
+"""Describes the language-model head (output projection and softmax) as plain data that every
+backend shares.
 
 Invariants
-- `weight_VD` holds only rows that exist in the vocabulary: padding rows are cut off before a
-  backend sees them, so no backend can give them probability.
-- `targets_R` are local to the shard; a target of another shard lies outside [0, V).
-- `rows_R` lists the rows of `hidden_TD` that take part (tokens with mask 1). A backend reads
-  hidden states through it, block by block, so that masked rows cost nothing.
+- `weight_VD` has only rows that exist in the vocabulary: padding rows are removed before a backend
+  sees them, so no backend can give them probability.
+- `targets_R` are local to the shard; a target of another shard is outside [0, V).
+- `rows_R` lists the rows of `hidden_TD` that take part (tokens with mask 1). A backend reads hidden
+  states through it, block by block, so that masked rows cost nothing.
 
 Axes: T tokens of the stream, R rows that take part, D hidden size, V vocabulary rows of this shard.
 """
@@ -19,18 +20,31 @@ import torch
 from torch import Tensor
 
 DEFAULT_WORKSPACE_BYTES = 256 * 2**20
-# Stands for -inf where that would make NaN (0 * -inf, -inf - -inf): exp(-1e30) is 0, too.
+# Replaces -inf where that would give NaN (0 * -inf, -inf - -inf): exp(-1e30) is 0, too.
 LOWEST_SHIFT = -1e30
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 inputs accumulate in float64 (the reference's precision), all others in float32."""
+    """Return the dtype in which sums are accumulated: float64 for float64 inputs (the reference's
+    precision), float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True, eq=False)
 class HeadProblem:
-    """A shard of `softmax(hidden · weightᵀ / temperature)` at R targets."""
+    """Inputs of one shard of the head: `softmax(hidden · weightᵀ / temperature)` is evaluated at R
+    targets.
+
+    Attributes:
+        hidden_TD: Hidden states of all tokens.
+        rows_R: Rows of `hidden_TD` that take part; None for all.
+        weight_VD: Vocabulary rows of this shard.
+        targets_R: Target ids, counted from the first row of this shard.
+        inv_temperature: 1 / temperature.
+        workspace_bytes: Upper bound on temporaries that are not results.
+        chunk_tokens: Upper bound on the rows of a block of the chunked version; None to plan it.
+        deterministic: Whether atomics are forbidden.
+    """
 
     hidden_TD: Tensor
     rows_R: Tensor | None
@@ -43,14 +57,17 @@ class HeadProblem:
 
     @property
     def num_rows(self) -> int:
+        """Number of tokens that take part (tokens with mask 1), R."""
         return int(self.targets_R.shape[0])
 
     @property
     def accumulate(self) -> torch.dtype:
+        """Dtype in which sums are accumulated."""
         return accumulation_dtype(self.hidden_TD.dtype)
 
     def hidden_block(self, start: int, stop: int) -> Tensor:
-        """Rows start..stop of the taking-part hidden states, [stop - start, D]."""
+        """Return the hidden states of the rows `start` to `stop` among those that take part, [stop
+        - start, D]."""
         if self.rows_R is None:
             return self.hidden_TD[start:stop]
         return self.hidden_TD.index_select(0, self.rows_R[start:stop])
@@ -58,12 +75,13 @@ class HeadProblem:
 
 @dataclass(frozen=True, eq=False)
 class HeadStats:
-    """Online-softmax statistics of one shard (or of all, once reduced), each [R].
+    """Online-softmax statistics of one shard, or of all shards once they are reduced; each is [R].
 
     With z the scaled logits: `max_R` = max z, `sum_R` = Σ exp(z − max), `target_R` = z at the
-    target (0 where the target is elsewhere), `weighted_R` = Σ exp(z − max)·(z − max), needed for
-    the entropy only. z may be −inf, max is finite: without a finite z it is the lowest number that
-    there is, beside sums of 0 (an empty shard), and the log-prob of a row without any is NaN.
+    target (0 if the target is in another shard), `weighted_R` = Σ exp(z − max)·(z − max), which
+    only the entropy needs. z may be −inf, but max is finite: without any finite z (an empty shard)
+    it is the lowest finite number and the sums are 0, and the log-prob of a row without any finite
+    z is NaN.
     """
 
     max_R: Tensor
@@ -72,14 +90,17 @@ class HeadStats:
     weighted_R: Tensor | None
 
     def log_sum_exp(self) -> Tensor:
+        """Return log Σ exp(z) of the scaled logits of each row, [R]."""
         return self.max_R + self.sum_R.log()
 
     def logprob(self) -> Tensor:
-        """log p(target), [R]: subtracting the maximum first keeps large logits exact."""
+        """Return the log-prob of each row's target, [R]. The maximum is subtracted first, which
+        keeps large logits exact."""
         return (self.target_R - self.max_R) - self.sum_R.log()
 
     def entropy(self) -> Tensor | None:
-        """H = log Σ exp(z − m) − Σ p·(z − m), [R]."""
+        """Return the entropy H = log Σ exp(z − m) − Σ p·(z − m) of each row's softmax, [R]; None if
+        the statistics have no `weighted_R`."""
         if self.weighted_R is None:
             return None
         return self.sum_R.log() - self.weighted_R / self.sum_R
@@ -87,10 +108,11 @@ class HeadStats:
 
 @dataclass(frozen=True, eq=False)
 class HeadCotangents:
-    """Factors of backward for each row, each [R].
+    """Factors of the backward pass for each row, each [R]: the gradients of log-prob and entropy,
+    with the row's log-sum-exp and entropy.
 
-    dLoss/dlogit_j = (1/τ)·[a·1(j = y) − p_j·(a + b·(z_j − lse + H))] with a = dLoss/dlogp and
-    b = dLoss/dH, from d log p_y / dz_j = 1(j = y) − p_j and dH/dz_j = −p_j·(log p_j + H).
+    dLoss/dlogit_j = (1/τ)·[a·1(j = y) − p_j·(a + b·(z_j − lse + H))] with a = dLoss/dlogp and b =
+    dLoss/dH, from d log p_y / dz_j = 1(j = y) − p_j and dH/dz_j = −p_j·(log p_j + H).
     """
 
     log_sum_exp_R: Tensor
@@ -101,10 +123,11 @@ class HeadCotangents:
 
 @dataclass(frozen=True, eq=False)
 class HeadGrads:
-    """Targets to which backward adds its products; a `None` is not wanted.
+    """Tensors to which the backward pass adds the gradients of hidden states and weight; None where
+    a gradient is not needed.
 
-    All are added to in place: `dhidden_TD` (hidden's dtype, zeroed by the caller),
-    `dweight_VD` (the weight's dtype, or the float32 main gradient).
+    Both are added to in place: `dhidden_TD` (dtype of the hidden states, zeroed by the caller) and
+    `dweight_VD` (dtype of the weight, or the float32 main gradient).
     """
 
     dhidden_TD: Tensor | None
@@ -112,7 +135,8 @@ class HeadGrads:
 
 
 class HeadKernels(Protocol):
-    """A backend: statistics forward, gradients backward, both on one shard."""
+    """Interface of a backend of `token_logprob`: statistics for the forward pass and gradients for
+    the backward pass, both on one shard."""
 
     def stats(self, problem: HeadProblem, *, want_entropy: bool) -> HeadStats: ...
 

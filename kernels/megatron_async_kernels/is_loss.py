@@ -1,10 +1,11 @@
-"""`is_loss`: ratio, correction, surrogate, gradient and metrics in one pass over the tokens.
+"""Provides `is_loss`: ratio, correction, surrogate loss, gradient and metrics in one pass over the
+tokens.
 
 Invariants
-- Triton and torch take and return the same structs and raise the same errors; they differ by
-  rounding, and in that Triton does not look at `old_logprobs_T` where the ratio is not to it.
-- One read of the streams where a token's loss depends on the token alone, two where it depends on
-  its sequence (`needs_sequences`).
+- Triton and torch take and return the same structs and raise the same errors. They differ by
+  rounding, and in that Triton does not read `old_logprobs_T` if the ratio is not relative to it.
+- Triton reads the streams once if a token's loss depends on the token only, and twice if it depends
+  on the token's sequence (`needs_sequences`).
 - The result repeats bit for bit: no atomics, fixed order of summation.
 """
 
@@ -56,25 +57,29 @@ def is_loss(
     backend: Backend = "auto",
     check: bool = True,
 ) -> LossOutput:
-    """Loss, dLoss/dlogp and metric sums of one microbatch of whole sequences.
+    """Compute the loss, dLoss/dlogp and metric sums of one microbatch of whole sequences.
 
-    Args
+    Args:
+        inputs: the microbatch.
+        config: thresholds and choices of the loss.
+        denominators: global counts of the optimizer step.
         backend: "auto" is triton on CUDA, unless there are more than MAX_RULES rejection rules, and
-            plain torch elsewhere ("chunked" is plain torch: nothing in this function is larger
-            than its inputs).
+            plain torch elsewhere ("chunked" is plain torch: nothing in this function is larger than
+            its inputs).
         check: read the count of non-finite tokens back (one synchronization) and raise; without,
             the result's `finite` has it.
 
-    Raises
-        NonFiniteError: `check` and a stream is not finite at a trained token; names the stream.
-        ValueError: a stream that `config` needs is missing, shapes differ, or `backend` is
-            "triton" and the config is beyond its limits.
+    Raises:
+        NonFiniteError: `check` is set and a stream is not finite at a trained token; names the
+            stream.
+        ValueError: A stream that `config` needs is missing, shapes differ, or `backend` is "triton"
+            and the config is beyond its limits.
     """
     name = resolve_backend(backend, inputs.logprobs_T.device, inputs.logprobs_T.dtype)
     if name != "triton" or (backend == "auto" and len(config.rejection) > MAX_RULES):
         return policy_loss(inputs, config, denominators, check=check)
     if config.surrogate == "own":
-        raise ValueError("a loss of the user's is plain torch: call policy_loss with it")
+        raise ValueError("backend 'triton' does not support surrogate 'own'. Call policy_loss")
     inputs.require(config)
     stream = _contiguous(inputs)
     output = _launch(stream, loss_spec(stream, config), denominators)
@@ -84,7 +89,8 @@ def is_loss(
 
 
 def _contiguous(inputs: LossInputs) -> LossInputs:
-    """The same streams with stride 1, as the kernels index them; none is copied without need."""
+    """Return the streams with stride 1, as the kernels index them; contiguous tensors are not
+    copied."""
     tensors = {n: t.contiguous() for n, t in vars(inputs).items() if isinstance(t, torch.Tensor)}
     return replace(inputs, **tensors)
 
@@ -136,7 +142,7 @@ def _run_passes(
     )
     num_values = num_sequences if spec.two_pass else 1
     values = torch.empty((num_values, NUM_SEQUENCE_VALUES), dtype=torch.float32, device=device)
-    # A stream that this specialization does not read is passed as some array that exists.
+    # A stream that this specialization does not read is replaced by an arbitrary existing array.
     unused = dlogp
     shared = {
         "logprobs": inputs.logprobs_T,

@@ -1,6 +1,7 @@
-"""The loss of one microbatch in plain torch, on any device and in float64 too.
+"""Computes the loss of one microbatch in plain torch, on any device and also in float64.
 
-Invariants: those of `loss_types`; nothing here needs or builds an autograd graph.
+The invariants of `loss_types` hold. No function here needs or builds an autograd graph, except for
+a user-defined loss.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from megatron_async_kernels.loss_types import (
 )
 from megatron_async_kernels.packed import masked, segment_max, segment_sum, spread
 
-# A loss of the user's: from the streams of whole sequences (0 at untrained tokens; `logprobs_T` and
-# `entropy_T` require gradients) to the loss of each token, [T]. It may couple the tokens of a
-# sequence, not those of two: a batch is split into microbatches of whole sequences.
+# A user-defined loss: maps the streams of whole sequences (0 at untrained tokens; `logprobs_T` and
+# `entropy_T` require gradients) to the loss of each token, [T]. It may couple the tokens of one
+# sequence, but not of two, because a batch is split into microbatches of whole sequences.
 OwnLoss = Callable[[LossInputs], torch.Tensor]
 
 
@@ -42,16 +43,26 @@ def policy_loss(
     check: bool = True,
     own: OwnLoss | None = None,
 ) -> LossOutput:
-    """Loss, gradient and metric sums of one microbatch of whole sequences.
+    """Compute the loss, its gradient and the metric sums of one microbatch of whole sequences, in
+    plain torch.
 
-    Computes in the dtype of `logprobs_T`, at least float32. With surrogate `own`, `own` gives the
-    loss of each token and autograd its gradient; aggregation, rejection, KL and entropy bonus are
-    those of `config` all the same.
+    Computes in the dtype of `logprobs_T`, at least float32. With surrogate `own`, the function
+    `own` returns the loss of each token and autograd computes its gradient; aggregation, rejection,
+    KL and entropy bonus still follow `config`.
 
-    Raises
-        NonFiniteError: `check` and a stream is not finite at a trained token; names the stream.
-        ValueError: a stream that `config` needs is missing, shapes differ, or `own` returns
-            anything but a tensor of shape [T].
+    Args:
+        inputs: The microbatch.
+        config: Thresholds and choices of the loss.
+        denominators: Global counts of the optimizer step.
+        check: Whether to raise if a stream is not finite; this reads one result back from the
+            device.
+        own: User-defined loss; required with surrogate `own`.
+
+    Raises:
+        NonFiniteError: `check` is set and a stream is not finite at a trained token; names the
+            stream.
+        ValueError: A stream that `config` needs is missing, shapes differ, `own` is missing, or
+            `own` does not return a tensor of shape [T].
     """
     inputs.require(config)
     if check:
@@ -65,7 +76,7 @@ def policy_loss(
     dentropy_T = None
     if config.surrogate == "own":
         if own is None:
-            raise ValueError("surrogate 'own' needs the function that computes it")
+            raise ValueError("surrogate is 'own'; pass the function that computes it as `own`")
         terms = surrogates.own(stream.anchor_ratio_T)
         policy_T, dlogp_T, dentropy_T = _differentiated(own, inputs, scale_T, check)
     else:
@@ -92,7 +103,12 @@ def policy_loss(
 def _differentiated(
     own: OwnLoss, inputs: LossInputs, scale_T: torch.Tensor, check: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Scaled loss of each token, d of its sum by the log-probs, and by the entropy if it counts."""
+    """Call a user-defined loss and differentiate it with autograd.
+
+    Returns:
+        The scaled loss of each token, and the gradients of its sum with respect to the log-probs
+        and the entropy; the last is None if the loss does not depend on the entropy.
+    """
     shown = _without_untrained(inputs, scale_T.dtype)
     leaves = [shown.logprobs_T.requires_grad_()]
     if shown.entropy_T is not None:
@@ -101,21 +117,22 @@ def _differentiated(
         value_T = own(shown)
         if not isinstance(value_T, torch.Tensor) or value_T.shape != scale_T.shape:
             got = tuple(value_T.shape) if isinstance(value_T, torch.Tensor) else type(value_T)
-            raise ValueError(f"the loss returned {got}, not a tensor [{len(scale_T)}]")
+            raise ValueError(f"the loss returned {got}, not a tensor of shape [{len(scale_T)}]")
         if check:
             check_finite({"own loss": value_T}, scale_T)
         policy_T = masked(value_T, scale_T) * scale_T
         slopes: list[torch.Tensor | None] = [None] * len(leaves)
         if policy_T.requires_grad:
             slopes = list(torch.autograd.grad(policy_T.sum(), leaves, allow_unused=True))
-    # A function that couples tokens may reach untrained ones too; those are not the policy's.
+    # A function that couples tokens may have gradients at untrained tokens too; those tokens were
+    # not generated by the policy.
     slopes = [None if slope is None else masked(slope, shown.mask_T) for slope in slopes]
     dlogp_T = torch.zeros_like(scale_T) if slopes[0] is None else slopes[0]
     return policy_T.detach(), dlogp_T, slopes[1] if len(slopes) > 1 else None
 
 
 def _without_untrained(inputs: LossInputs, dtype: torch.dtype) -> LossInputs:
-    """Copies of the streams, 0 at untrained tokens."""
+    """Return copies of the streams with 0 at untrained tokens."""
 
     def copy(stream_T: torch.Tensor) -> torch.Tensor:
         kept_T = masked(stream_T, inputs.mask_T)
@@ -130,7 +147,7 @@ def _without_untrained(inputs: LossInputs, dtype: torch.dtype) -> LossInputs:
 
 
 class _Stream:
-    """The inputs in one dtype, and exactly 0 at untrained tokens."""
+    """Streams of a microbatch in one dtype, with exactly 0 at untrained tokens."""
 
     def __init__(self, inputs: LossInputs, config: LossConfig) -> None:
         dtype = torch.promote_types(inputs.logprobs_T.dtype, torch.float32)
@@ -163,7 +180,8 @@ class _Stream:
 
 
 def divergence(log_ratio_T: torch.Tensor, name: str) -> torch.Tensor:
-    """k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x of x = c(log pi - log mu), per token."""
+    """Compute the divergence `name` of each token: k1 = -x, k2 = x^2 / 2 or k3 = exp(x) - 1 - x of
+    x = c(log pi - log mu)."""
     clamped_T = surrogates.bounded_exp(log_ratio_T)[1]
     if name == "k1":
         return -clamped_T
@@ -179,7 +197,8 @@ def rejection_statistic(
     level: str,
     divergence_name: str,
 ) -> torch.Tensor:
-    """The statistic of one rule: [T] for level `token`, else [S] (0 for an empty sequence)."""
+    """Compute the statistic of one rejection rule: [T] for level `token`, otherwise [S] (0 for a
+    sequence without trained tokens)."""
     values_T = divergence(log_ratio_T, divergence_name)
     if level == "token":
         return values_T
@@ -199,7 +218,8 @@ def rejection_keep(
     cu_seqlens_S1: torch.Tensor,
     rules: tuple[RejectionRule, ...],
 ) -> torch.Tensor:
-    """1 where every rule keeps the token, else 0, [T] in the dtype of the mask."""
+    """Return 1 for each token that every rejection rule keeps, otherwise 0, [T] in the dtype of the
+    mask."""
     keep_T = torch.ones_like(mask_T)
     for rule in rules:
         statistic = rejection_statistic(
@@ -218,7 +238,8 @@ def token_scale(
     config: LossConfig,
     denominators: Denominators,
 ) -> torch.Tensor:
-    """a_T: what each token's loss counts in the global loss, 0 where it is not trained."""
+    """Return the factor a_T with which each token's loss enters the global loss, [T]; 0 where the
+    token is not trained."""
     divisor = loss_divisor(config, denominators)
     if config.aggregation != "seq_mean_token_mean":
         return kept_T / divisor
@@ -227,7 +248,8 @@ def token_scale(
 
 
 def loss_divisor(config: LossConfig, denominators: Denominators) -> float:
-    """Return what a kept token's loss is divided by, beside the length of its sequence."""
+    """Return the number by which the loss of a kept token is divided, apart from the length of its
+    sequence."""
     if config.aggregation == "token_mean":
         return max(denominators.tokens, 1.0)
     normed = config.aggregation == "seq_mean_token_sum_norm"
@@ -237,14 +259,15 @@ def loss_divisor(config: LossConfig, denominators: Denominators) -> float:
 def generation_log_weight(
     log_ratio_T: torch.Tensor, mask_T: torch.Tensor, cu_seqlens_S1: torch.Tensor
 ) -> torch.Tensor:
-    """Sum of log-ratios over each sequence's trained tokens, unclamped, [S]."""
+    """Return the sum of log-ratios over each sequence's trained tokens, unclamped, [S]."""
     return segment_sum(masked(log_ratio_T, mask_T), cu_seqlens_S1)
 
 
 def raw_weights(
     log_ratio_T: torch.Tensor, mask_T: torch.Tensor, cu_seqlens_S1: torch.Tensor, level: str
 ) -> torch.Tensor:
-    """exp(c(x)), [T]; x is the token's log-ratio, or with level `sequence` its sequence's sum."""
+    """Return the weight exp(c(x)) of each token, [T], where x is the token's log-ratio, or with
+    level `sequence` the sum of log-ratios of its sequence."""
     if level == "token":
         return surrogates.bounded_exp(log_ratio_T)[0]
     total_S = generation_log_weight(log_ratio_T, mask_T, cu_seqlens_S1)
@@ -351,7 +374,8 @@ def _metrics(
 
 
 def _largest(values: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """The largest of those that count, -inf without any. (Picking them would wait for a GPU.)"""
+    """Return the largest of the counted values, -inf without any. (Selecting them by index would
+    wait for a GPU.)"""
     lowest = values.new_full((1,), -math.inf)
     return torch.cat([lowest, torch.where(counted, values, lowest)]).max()
 

@@ -1,22 +1,23 @@
-"""The one loss interface: what a loss reads, its thresholds, and what it returns.
+"""Defines the interface of every loss: what a loss reads, its thresholds, and what it returns.
 
-`is_loss(inputs, config, denominators) -> LossOutput` computes it, by Triton on CUDA and by
+`is_loss(inputs, config, denominators) -> LossOutput` computes a loss, with Triton on CUDA and with
 `loss_torch.policy_loss` elsewhere; both take and return these structs.
 
 Invariants
-- Every array is a packed stream of T tokens; S whole sequences lie end to end, `cu_seqlens_S1`
-  keeps them apart. A sequence is never split over two calls.
+- Every array is a packed stream of T tokens: S whole sequences, one after the other, separated by
+  `cu_seqlens_S1`. A sequence is never split over two calls.
 - A token with mask 0 contributes nothing, whatever its other values are (NaN included).
-- Denominators are global (over data-parallel ranks and microbatches of one optimizer step) and
-  come from outside, so the sum of `loss_sum`, of `dlogp_T` as a gradient, and of the metric sums
-  over any split of the minibatch is the same.
-- The gradient is returned, not recorded: `dlogp_T` is d loss_sum / d logprobs_T in closed form.
+- Denominators are global (over data-parallel ranks and microbatches of one optimizer step) and come
+  from outside, so the sum of `loss_sum`, of `dlogp_T` as a gradient, and of the metric sums over
+  any split of the minibatch is the same.
+- The gradient is returned, not recorded by autograd: `dlogp_T` is d loss_sum / d logprobs_T in
+  closed form.
 - c(x) = clamp(x, -SAFETY_BOUND, SAFETY_BOUND) bounds every exponent; beyond it the gradient of a
-  ratio is 0, as autograd through clamp has it.
+  ratio is 0, as in autograd through clamp.
 
 Notation used below: m the mask, p the log-prob under the current policy, mu = `rollout_logprobs_T`,
-b the reference of the ratio (`ratio_to`: mu or `old_logprobs_T`), A the advantage,
-l = p - b, r = exp(c(l)), v = `is_weights_T` or 1, n_i the kept tokens of sequence i.
+b the reference of the ratio (`ratio_to`: mu or `old_logprobs_T`), A the advantage, l = p - b, r =
+exp(c(l)), v = `is_weights_T` or 1, n_i the kept tokens of sequence i.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ NUM_LAG_BINS = 9  # lags 0 to 7, and 8 or more
 
 
 class NonFiniteError(ArithmeticError):
-    """A tensor that must be finite is not; names the tensor. A trainer skips the step."""
+    """Raised when a tensor that must be finite is not finite; the message names the tensor. A
+    trainer skips the step."""
 
 
 Surrogate = Literal["reinforce", "aipo", "ppo_clip", "gspo", "cispo", "sft", "own"]
@@ -47,11 +49,12 @@ Divergence = Literal["k1", "k2", "k3"]
 
 @dataclass(frozen=True)
 class RejectionRule:
-    """Keep where lower <= statistic <= upper (bounds inclusive, already in the statistic's space).
+    """Rule that keeps a token or a sequence if lower <= statistic <= upper (bounds inclusive,
+    already in the statistic's space).
 
     Per token with x = c(p - mu): k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x. `seq_sum`, `seq_mean`
-    and `seq_max` reduce it over the masked tokens of a sequence (0 for a sequence without any) and
-    decide for the whole sequence. For k1 the bounds are logarithms of ratio bounds.
+    and `seq_max` reduce it over the trained tokens (mask 1) of a sequence (0 for a sequence without
+    any) and decide for the whole sequence. For k1 the bounds are logarithms of ratio bounds.
     """
 
     level: RejectionLevel
@@ -62,7 +65,7 @@ class RejectionRule:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """Every threshold of the loss.
+    """Choice of the loss (surrogate, aggregation, KL, entropy) with all its thresholds.
 
     Per-token loss l_t and its derivative d_t with respect to p (loss_sum = sum_t a_t l_t):
 
@@ -78,12 +81,13 @@ class LossConfig:
                <= GSPO_LOG_BOUND, else 0 (the token form: each token owns 1/n_i of the sequence)
     cispo      -v u A p            d = -v u A      u = clip(r, 1 - clip_low, 1 + clip_high) detached
     sft        -p                  d = -1          (neither advantage nor weights)
-    own        what a function of the user returns, d by autograd (`loss_torch.policy_loss`)
+    own        returned by a function of the user, d by autograd (`loss_torch.policy_loss`)
     ```
 
     a_t: token_mean 1/N_tokens; seq_mean_token_mean 1/(N_sequences n_i); seq_mean_token_sum
     1/N_sequences; seq_mean_token_sum_norm 1/(N_sequences `fixed_normalizer`); 0 where mask or
-    rejection is 0. n_i counts the tokens of sequence i that are kept here; the N are given.
+    rejection is 0. n_i counts the kept tokens of sequence i in this call; the N come from
+    `Denominators`.
 
     KL to the reference, added as kl_coef * a_t * q, with d = p - ref, x = c(d) and
     y = v min(r, `kl_weight_upper`), detached in k2, differentiable in k3:
@@ -112,29 +116,31 @@ class LossConfig:
     weight_level: Literal["none", "token", "sequence"] = "none"
     weight_upper: float | None = None
     weight_lower: float | None = None
-    # Bypass mode only: evaluated on p - mu here; a token is kept when all rules keep it.
+    # Only in bypass mode: rules are evaluated on p - mu; a token is kept if all rules keep it.
     rejection: tuple[RejectionRule, ...] = ()
     kl_estimator: Literal["none", "k2", "k3"] = "none"
     kl_coef: float = 0.0
     kl_weight_upper: float = 2.0
     entropy_coef: float = 0.0
-    # RAPID's eta in the reported staleness; changes no gradient.
+    # RAPID's eta, used only in the reported staleness; it does not change the gradient.
     staleness_clip: float = 2.0
 
 
 @dataclass(frozen=True, eq=False)
 class LossInputs:
-    """A microbatch. Floating arrays [T]; `mask_T` 0/1; `cu_seqlens_S1` int32 or int64 [S + 1].
+    """Input tensors of a loss for one microbatch of whole sequences. Floating arrays are [T];
+    `mask_T` is 0/1; `cu_seqlens_S1` (the start of each sequence, and the end of the last one) is
+    int32 or int64 [S + 1].
 
     `old_logprobs_T` is needed with `ratio_to: old`, `ref_logprobs_T` with a KL estimator,
     `entropy_T` with an entropy bonus (and is only reported otherwise). `is_weights_T` are the
-    detached weights of decoupled correction, `mask_T` is after its rejection. `lag_T` is the
-    lag of each token in versions (int, n - a); None counts as 0. Built-in losses use it only in
-    metrics. `columns` [T, *inner], by name, are the additional columns of the tokens, for a user's
-    loss.
+    detached weights of decoupled correction, and `mask_T` is the mask after its rejection. `lag_T`
+    is the lag of each token in versions (int, n - a); None counts as 0. Built-in losses use it only
+    in metrics. `columns` [T, *inner], by name, are the additional columns of the tokens, for a
+    user-defined loss.
 
     Built-in losses have closed-form gradients and do not differentiate through these tensors. For a
-    user's loss, `logprobs_T` and `entropy_T` are leaves that autograd differentiates.
+    user-defined loss, `logprobs_T` and `entropy_T` are leaves that autograd differentiates.
     """
 
     logprobs_T: torch.Tensor
@@ -150,7 +156,8 @@ class LossInputs:
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def streams(self) -> dict[str, torch.Tensor]:
-        """The floating streams that are present, by the names that errors use."""
+        """Return the floating-point streams that are present, by the names that error messages
+        use."""
         named = {
             "logprobs": self.logprobs_T,
             "rollout_logprobs": self.rollout_logprobs_T,
@@ -163,7 +170,8 @@ class LossInputs:
         return {name: stream for name, stream in named.items() if stream is not None}
 
     def require(self, config: LossConfig) -> None:
-        """Raise ValueError where `config` needs a stream that is missing or lengths differ."""
+        """Raise ValueError if `config` needs a stream that is missing, or if the streams have
+        different lengths."""
         needed = (
             ("old_logprobs_T", self.old_logprobs_T, config.ratio_to == "old"),
             ("ref_logprobs_T", self.ref_logprobs_T, config.kl_estimator != "none"),
@@ -175,17 +183,18 @@ class LossInputs:
         shape = self.mask_T.shape
         for name, stream in self.streams().items():
             if stream.shape != shape:
-                raise ValueError(f"{name} has shape {tuple(stream.shape)}, the mask {tuple(shape)}")
+                raise ValueError(f"{name} has shape {tuple(stream.shape)}; mask has {tuple(shape)}")
 
 
 @dataclass(frozen=True)
 class Denominators:
-    """Global counts of one optimizer step, over data-parallel ranks and microbatches.
+    """Global counts of one optimizer step, over data-parallel ranks and microbatches, by which
+    losses are divided.
 
     `tokens` and `sequences` count mask-1 tokens, and sequences with at least one, after decoupled
-    and before bypass rejection (which verl 0.9.1 does as well: its counts are fixed before the
-    loss runs). `weight_mean` is the batch-normalization factor of `reinforce` weights, else 1.
-    Counts of 0 are read as 1: nothing is trained and the loss is 0.
+    and before bypass rejection (as in verl 0.9.1, whose counts are fixed before the loss runs).
+    `weight_mean` is the batch-normalization factor of `reinforce` weights, otherwise 1. Counts of 0
+    are read as 1: then nothing is trained and the loss is 0.
     """
 
     tokens: float
@@ -200,9 +209,9 @@ SUM_NAMES: tuple[str, ...] = (
     "kept_tokens",  # sum k
     "sequences",  # sequences with a mask-1 token
     "loss",  # loss_sum
-    "policy_loss",  # its surrogate part
-    "kl_loss",  # its KL part, kl_coef included
-    "entropy_loss",  # its entropy part, entropy_coef included
+    "policy_loss",  # surrogate component of loss_sum
+    "kl_loss",  # KL component of loss_sum, kl_coef included
+    "entropy_loss",  # entropy component of loss_sum, entropy_coef included
     "log_ratio",  # sum m L, unclamped
     "k3",  # sum m (exp(c(L)) - 1 - c(L))
     "is_weight",  # sum m w
@@ -218,15 +227,16 @@ SUM_NAMES: tuple[str, ...] = (
     "coefficient_sq",  # sum k x^2
     "clip_high",  # ppo_clip, gspo: clipped term taken (strictly larger), r > 1 + clip_high;
     # cispo: r > 1 + clip_high; aipo: r > delta; reinforce: raw weight > weight_upper
-    "clip_low",  # the same below: r < 1 - clip_low; reinforce: raw weight < weight_lower
+    "clip_low",  # the same at the lower bound: r < 1 - clip_low; reinforce: raw weight <
+    # weight_lower
     "clip_dual",  # ppo_clip: dual clip taken (strictly smaller)
     "entropy",  # sum m H, 0 without entropy
     "advantage",  # sum m A
     "advantage_sq",  # sum m A^2
     "ref_k1",  # sum m (p - ref), 0 without reference
     "ref_k3",  # sum m (exp(-x) - 1 + x), x = c(p - ref)
-    # No metric of a run is made of the sums and the maximum of lags. They stay, because without
-    # them one variant of the fused loss spills registers on sm_80 (Triton 3.8).
+    # No metric of a run uses the sums and the maximum of lags. They are kept because without them
+    # one variant of the fused loss spills registers on sm_80 (Triton 3.8).
     "lag",  # sum m lag
     "off_policy_tokens",  # sum m [lag > 0]
 )
@@ -242,10 +252,11 @@ MAX_NAMES: tuple[str, ...] = (
 
 @dataclass(frozen=True, eq=False)
 class LossMetrics:
-    """float64 sums [len(SUM_NAMES)], by-lag sums [4, NUM_LAG_BINS] and maxima [len(MAX_NAMES)].
+    """Metric sums of a loss: float64 sums [len(SUM_NAMES)], sums by lag [4, NUM_LAG_BINS] and
+    maxima [len(MAX_NAMES)].
 
-    Rows of `lag_sums_LB` follow LAG_SUM_NAMES (sums of m, m w, m w^2, m L by lag bin
-    min(lag, NUM_LAG_BINS - 1)). Sums add and maxima take the larger over microbatches and ranks.
+    Rows of `lag_sums_LB` follow LAG_SUM_NAMES (sums of m, m w, m w^2, m L by lag bin min(lag,
+    NUM_LAG_BINS - 1)). Over microbatches and ranks, sums are added and the larger maximum is taken.
     """
 
     sums_M: torch.Tensor
@@ -254,7 +265,7 @@ class LossMetrics:
 
     @classmethod
     def empty(cls, device: torch.device | str = "cpu") -> LossMetrics:
-        """The neutral element of `merge`."""
+        """Return metrics without any token, the neutral element of `merge`."""
         return cls(
             torch.zeros(len(SUM_NAMES), dtype=torch.float64, device=device),
             torch.zeros(len(LAG_SUM_NAMES), NUM_LAG_BINS, dtype=torch.float64, device=device),
@@ -262,7 +273,7 @@ class LossMetrics:
         )
 
     def merge(self, other: LossMetrics) -> LossMetrics:
-        """Add the metrics of another microbatch."""
+        """Return these metrics combined with those of another microbatch."""
         return LossMetrics(
             self.sums_M + other.sums_M,
             self.lag_sums_LB + other.lag_sums_LB,
@@ -270,7 +281,7 @@ class LossMetrics:
         )
 
     def all_reduce(self, group: torch.distributed.ProcessGroup) -> LossMetrics:
-        """Add the metrics of all ranks of `group` (two collectives)."""
+        """Return the metrics combined over all ranks of `group` (two collectives)."""
         flat = torch.cat([self.sums_M, self.lag_sums_LB.reshape(-1)])
         maxima_E = self.maxima_E.clone()
         torch.distributed.all_reduce(flat, group=group)
@@ -279,16 +290,18 @@ class LossMetrics:
         return LossMetrics(sums_M, lag_flat.view_as(self.lag_sums_LB), maxima_E)
 
     def sums(self) -> dict[str, float]:
-        """Sums and maxima by name (one copy to the host); `metrics.finalize` makes means."""
+        """Return sums and maxima by name (one copy to the host); `metrics.finalize` computes means
+        from them."""
         names = SUM_NAMES + MAX_NAMES
         return dict(zip(names, torch.cat([self.sums_M, self.maxima_E]).tolist(), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
 class LossOutput:
-    """`loss_sum` [] is this call's share of the loss; the gradients are those of `loss_sum`.
+    """Result of a loss: `loss_sum` [] is this call's share of the loss, and the gradients are those
+    of `loss_sum`.
 
-    `nonfinite` [] counts what is not finite among the streams' trained tokens.
+    `nonfinite` [] counts the values that are not finite among the streams' trained tokens.
     """
 
     loss_sum: torch.Tensor
@@ -299,7 +312,8 @@ class LossOutput:
 
     @property
     def finite(self) -> torch.Tensor:
-        """True where streams and loss are finite, [] on their device: reading it waits for that."""
+        """Whether the streams and the loss are finite, as a tensor [] on their device; reading it
+        waits for the device."""
         return torch.isfinite(self.loss_sum) & (self.nonfinite == 0)
 
 
@@ -328,10 +342,11 @@ class _Attach(torch.autograd.Function):
 def attach_gradient(
     output: LossOutput, logprobs_T: torch.Tensor, entropy_T: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A scalar with value `loss_sum` whose backward hands the closed-form gradients on.
+    """Return a scalar with value `loss_sum` whose backward pass gives the closed-form gradients to
+    log-probs and entropy.
 
-    For trainers whose log-probs are part of an autograd graph. Data-parallel ranks hold shares of
-    one sum: their gradients are added, not averaged.
+    For trainers whose log-probs are part of an autograd graph. Data-parallel ranks have shares of
+    one sum, so their gradients are added, not averaged.
     """
     dlogp_T = output.dlogp_T.to(logprobs_T.dtype)
     dentropy_T = output.dentropy_T
@@ -345,7 +360,7 @@ def attach_gradient(
 def check_finite(tensors: Mapping[str, torch.Tensor | None], mask_T: torch.Tensor) -> None:
     """Raise NonFiniteError naming the first tensor with a NaN or infinity where the mask is not 0.
 
-    One transfer to the host however many tensors there are.
+    This copies to the host once, however many tensors there are.
     """
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     if not present:
@@ -357,6 +372,6 @@ def check_finite(tensors: Mapping[str, torch.Tensor | None], mask_T: torch.Tenso
 
 
 def nonfinite_counts(tensors: Sequence[torch.Tensor], mask_T: torch.Tensor) -> torch.Tensor:
-    """NaNs and infinities of each tensor where the mask is not 0, [N] on the device."""
+    """Count the NaNs and infinities of each tensor where the mask is not 0, [N] on the device."""
     trained_T = mask_T != 0
     return torch.stack([(~torch.isfinite(tensor) & trained_T).sum() for tensor in tensors])

@@ -1,6 +1,7 @@
-"""The plain torch reference of `token_logprob`: full logits, autograd's own gradients.
+"""Provides the plain torch reference of `token_logprob`, with full logits and autograd's own
+gradients.
 
-It holds a [T × V] tensor and one shard only. Every other implementation is tested against
+It stores a [T × V] tensor and supports only one shard. Every other implementation is tested against
 it in float64.
 """
 
@@ -21,9 +22,10 @@ def reference_token_logprob(
     token_mask_T: Tensor | None = None,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(h·Wᵀ/τ) at the targets, and the softmax's entropy; both [T].
+    """Compute log softmax(h·Wᵀ/τ) at the target tokens, and the entropy of the softmax, with full
+    logits; both results are [T].
 
-    Rows of `weight_VD` at or beyond `vocab_size` are cut off; masked tokens give 0 for both.
+    Rows of `weight_VD` at or beyond `vocab_size` are ignored. Masked tokens get 0 for both results.
     """
     dtype = accumulation_dtype(hidden_TD.dtype)
     rows = weight_VD.shape[0] if vocab_size is None else vocab_size

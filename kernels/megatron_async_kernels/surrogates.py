@@ -1,9 +1,10 @@
-"""The surrogate losses, one token at a time, with their derivatives in closed form.
+"""Computes the surrogate losses of single tokens, with their derivatives in closed form.
 
 Invariants
-- Every function is elementwise over T tokens, given the log-ratio (and what a sequence shares).
-- Arguments are finite everywhere (untrained tokens were set to 0 before); aggregation, masks and
-  denominators are applied by the caller.
+- Every function is elementwise over T tokens, given the log-ratio (and values that the tokens of a
+  sequence share).
+- Arguments are finite everywhere (the caller has set untrained tokens to 0); the caller applies
+  aggregation, masks and denominators.
 - A term that is bounded has derivative 0 where the bound is active; ties count as unbounded.
 """
 
@@ -18,9 +19,19 @@ from megatron_async_kernels.loss_types import GSPO_LOG_BOUND, SAFETY_BOUND, Loss
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """Per token: loss, d loss / d log-prob, weight in use, ratio, c(log-ratio), clip flags.
+    """Values of a surrogate loss for each token, before masks and aggregation.
 
-    A flag that is False applies to no token.
+    A clip flag that is False applies to no token.
+
+    Attributes:
+        value_T: Loss of the token.
+        dlogp_T: Derivative of the loss with respect to the token's log-prob.
+        coefficient_T: Weight in use, as in the metric `coefficient`.
+        ratio_T: Probability ratio to the reference of the ratio.
+        log_ratio_T: Log-ratio, bounded by ±SAFETY_BOUND.
+        clip_high_T: Whether the upper clip is active.
+        clip_low_T: Whether the lower clip is active.
+        clip_dual_T: Whether the dual clip is active.
     """
 
     value_T: torch.Tensor
@@ -34,13 +45,15 @@ class Terms:
 
 
 def bounded_exp(log_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """exp(c(x)), c(x), and whether x lies inside the bounds (where d/dx is not 0)."""
+    """Return exp(c(x)), c(x) = clamp(x, ±SAFETY_BOUND), and whether x is within the bounds (where
+    d/dx is not 0)."""
     clamped_T = log_T.clamp(-SAFETY_BOUND, SAFETY_BOUND)
     return clamped_T.exp(), clamped_T, log_T.abs() <= SAFETY_BOUND
 
 
 def k3_of(x_T: torch.Tensor) -> torch.Tensor:
-    """exp(x) - 1 - x without cancellation: a series near 0, where on-policy tokens are."""
+    """Compute exp(x) - 1 - x without cancellation: with a series near 0, where on-policy tokens
+    are."""
     series_T = torch.ones_like(x_T)
     for n in range(14, 2, -1):
         series_T = 1.0 + series_T * x_T / n
@@ -50,10 +63,12 @@ def k3_of(x_T: torch.Tensor) -> torch.Tensor:
 def truncate(
     weights: torch.Tensor, lower: float | None, upper: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Truncated weights, where they were above `upper`, where below `lower`.
+    """Return the truncated weights, where they were above `upper`, and where they were below
+    `lower`.
 
-    An upper bound alone gives min(w, upper) (Espeholt et al. 2018, IMPALA; Yao et al. 2025, TIS);
-    with a lower bound weights outside [lower, upper] become 0 (IcePop, Ling Team 2025).
+    An upper bound without a lower one gives min(w, upper) (Espeholt et al. 2018, IMPALA; Yao et al.
+    2025, TIS); with a lower bound, weights outside [lower, upper] become 0 (IcePop, Ling Team
+    2025).
     """
     never = torch.zeros_like(weights, dtype=torch.bool)
     high = never if upper is None else weights > upper
@@ -72,7 +87,8 @@ def reinforce(
     config: LossConfig,
     weight_mean: float,
 ) -> Terms:
-    """-sg(w) A log pi, w a truncated ratio (Williams 1992; PipelineRL, arXiv 2509.19128).
+    """Compute the REINFORCE loss -sg(w) A log pi of each token, with w a truncated ratio (Williams
+    1992; PipelineRL, arXiv 2509.19128).
 
     With a whole-sequence weight and sequence-mean-token-sum this is RAPID's Eq. 3.
     """
@@ -96,7 +112,8 @@ def aipo(
     correction_T: torch.Tensor,
     config: LossConfig,
 ) -> Terms:
-    """-min(r, delta) A: AIPO (LlamaRL, arXiv 2505.24034) as PRIME-RL uses it."""
+    """Compute the AIPO loss -min(r, delta) A of each token (LlamaRL, arXiv 2505.24034), as PRIME-RL
+    uses it."""
     ratio_T, clamped_T, inside_T = bounded_exp(log_ratio_T)
     high_T = ratio_T > config.aipo_delta
     coefficient_T = ratio_T.clamp(max=config.aipo_delta) * correction_T
@@ -117,8 +134,9 @@ def ppo_clip(
     correction_T: torch.Tensor,
     config: LossConfig,
 ) -> Terms:
-    """max(-r A, -clip(r) A) (Schulman et al. 2017, Eq. 7), for A < 0 at most -C A (dual clip,
-    Ye et al. 2020, arXiv 1912.09729, Eq. 5), times the weights of decoupled correction."""
+    """Compute the PPO-clip loss of each token: max(-r A, -clip(r) A) (Schulman et al. 2017, Eq. 7),
+    for A < 0 at most -C A (dual clip, Ye et al. 2020, arXiv 1912.09729, Eq. 5), times the weights
+    of decoupled correction."""
     ratio_T, clamped_T, inside_T = bounded_exp(log_ratio_T)
     return _clipped(ratio_T, clamped_T, inside_T, advantages_T, correction_T, config, dual=True)
 
@@ -130,7 +148,8 @@ def gspo(
     correction_T: torch.Tensor,
     config: LossConfig,
 ) -> Terms:
-    """PPO-clip on the sequence's geometric mean ratio (GSPO, arXiv 2507.18071, Eqs. 5 and 7).
+    """Compute the GSPO loss of each token: PPO-clip on the sequence's geometric mean ratio (arXiv
+    2507.18071, Eqs. 5 and 7).
 
     The derivative is that of GSPO-token (its Eq. 14): with a sequence-mean-token-mean aggregation
     and one advantage per sequence it equals the gradient of the sequence objective.
@@ -181,7 +200,8 @@ def cispo(
     correction_T: torch.Tensor,
     config: LossConfig,
 ) -> Terms:
-    """-sg(clip(r)) A log pi (CISPO, MiniMax-M1, arXiv 2506.13585, Eqs. 4 and 5)."""
+    """Compute the CISPO loss -sg(clip(r)) A log pi of each token (MiniMax-M1, arXiv 2506.13585,
+    Eqs. 4 and 5)."""
     ratio_T, clamped_T, _ = bounded_exp(log_ratio_T)
     low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
     coefficient_T = ratio_T.clamp(low, high) * correction_T
@@ -197,13 +217,14 @@ def cispo(
 
 
 def sft(logprobs_T: torch.Tensor) -> Terms:
-    """Cross-entropy, -log pi."""
+    """Compute the cross-entropy loss -log pi of each token."""
     zero_T, one_T = torch.zeros_like(logprobs_T), torch.ones_like(logprobs_T)
     return Terms(-logprobs_T, -one_T, one_T, zero_T, zero_T)
 
 
 def own(log_ratio_T: torch.Tensor) -> Terms:
-    """Return the reported terms of a user's loss; value and derivative are unknown here."""
+    """Return the reported terms of a user-defined loss: the probability ratio, and a weight of 1.
+    Value and derivative are 0, because this module does not know them."""
     zero_T, one_T = torch.zeros_like(log_ratio_T), torch.ones_like(log_ratio_T)
     ratio_T, clamped_T, _ = bounded_exp(log_ratio_T)
     return Terms(zero_T, zero_T, one_T, ratio_T, clamped_T)
@@ -216,12 +237,13 @@ def kl_to_reference(
     correction_T: torch.Tensor,
     config: LossConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Importance-weighted KL(pi || pi_ref) per token and its derivative.
+    """Compute the importance-weighted KL(pi || pi_ref) of each token, and its derivative with
+    respect to the token's log-prob.
 
     d = log pi - log pi_ref, y = min(r, C). k2: sg(y) d^2 / 2. k3: y (exp(-d) - 1 + d) with y
     differentiated where it is not truncated, so that its gradient r d (grad log pi) is that of the
-    KL (Schulman 2020, "Approximating KL divergence", for the estimators). The derivative is d
-    itself there: the sum (1 - exp(-d)) + k3 would lose it.
+    KL (Schulman 2020, "Approximating KL divergence", for the estimators). The derivative there is d
+    itself: the sum (1 - exp(-d)) + k3 would lose it to cancellation.
     """
     ratio_T, _, inside_T = bounded_exp(log_ratio_T)
     weight_T = ratio_T.clamp(max=config.kl_weight_upper) * correction_T

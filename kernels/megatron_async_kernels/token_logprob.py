@@ -1,19 +1,21 @@
-"""`token_logprob`: log-probs (and entropy) of given tokens straight from hidden states.
+"""Provides `token_logprob`: log-probs (and entropy) of given tokens, computed directly from hidden
+states.
 
-A vocabulary-parallel head has its collectives here, over one tensor-parallel group.
+It also has the collectives of a head whose vocabulary is split over one tensor-parallel group.
 
 Invariants
-- No [T × V] tensor, forward or backward, in any backend: backward recomputes the
-  logits from the saved hidden states and each row's log-sum-exp.
-- Tokens with mask 0 are left out of every product; their log-prob, entropy and gradient are 0 and
-  their target id is never looked at.
+- No backend creates a [T × V] tensor, forward or backward: the backward pass recomputes the logits
+  from the saved hidden states and each row's log-sum-exp.
+- Tokens with mask 0 are left out of every product; their log-prob, entropy and gradient are 0, and
+  their target id is never read.
 - Results and statistics are float32 (float64 for float64 inputs).
 - `weight_grad_out` is added to in place, as Megatron's gradient-accumulation fusion does; then
   autograd gets no weight gradient.
 - Every rank of the group calls the same collectives in the same order; whether a call happens
   depends only on sizes that all ranks share.
-- Two small all-reduces forward (max; then sum, target logit and entropy term together), one
-  all-reduce or reduce-scatter of dHidden backward, as Megatron's column-parallel linear has.
+- The forward pass has two small all-reduces (the maximum; then sum, target logit and entropy term
+  together). The backward pass has one all-reduce or reduce-scatter of dHidden, as Megatron's
+  column-parallel linear layer has.
 """
 
 from __future__ import annotations
@@ -37,21 +39,24 @@ from megatron_async_kernels.head_types import (
     accumulation_dtype,
 )
 
-# torch 2.13 renamed both; older versions know the first names only.
+# torch 2.13 renamed both functions; older versions have only the second name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
+    """Return the number of ranks of the group; 1 for None."""
     return 1 if group is None else dist.get_world_size(group)
 
 
 def group_rank(group: dist.ProcessGroup | None) -> int:
+    """Return this process's rank in the group; 0 for None."""
     return 0 if group is None else dist.get_rank(group)
 
 
 def reduce_stats(stats: HeadStats, group: dist.ProcessGroup | None) -> HeadStats:
-    """Statistics over the whole vocabulary from those of each shard, [R] each."""
+    """Combine the softmax statistics of all ranks' vocabulary shards into statistics over the whole
+    vocabulary, each [R]."""
     if group_size(group) == 1 or stats.max_R.numel() == 0:
         return stats
     max_R = stats.max_R.clone()
@@ -68,7 +73,7 @@ def reduce_stats(stats: HeadStats, group: dist.ProcessGroup | None) -> HeadStats
 
 
 def gather_sequence(hidden: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[T/tp, D] of every rank, end to end in rank order: [T, D]."""
+    """Gather the hidden states [T/tp, D] of all ranks, concatenated in rank order: [T, D]."""
     size = group_size(group)
     if size == 1:
         return hidden
@@ -80,7 +85,8 @@ def gather_sequence(hidden: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def reduce_hidden_grad(
     dhidden_TD: Tensor, group: dist.ProcessGroup | None, *, scatter: bool
 ) -> Tensor:
-    """Sum of the shards' dHidden: whole, or this rank's [T/tp, D] slice of it."""
+    """Sum the gradients of the hidden states over the ranks of the group; return the whole sum, or
+    with `scatter` only this rank's [T/tp, D] slice."""
     size = group_size(group)
     if size == 1:
         return dhidden_TD
@@ -94,7 +100,7 @@ def reduce_hidden_grad(
 
 @dataclass(frozen=True, eq=False)
 class HeadCall:
-    """Everything of one call that is not a differentiable tensor."""
+    """Arguments of one `token_logprob` call that are not differentiable tensors."""
 
     targets_T: Tensor
     rows_R: Tensor | None
@@ -110,7 +116,8 @@ class HeadCall:
     deterministic: bool
 
     def problem(self, hidden_TD: Tensor, weight_VD: Tensor) -> HeadProblem:
-        """This rank's shard with padding rows cut off and targets made local."""
+        """Return the inputs of this rank's vocabulary shard, without padding rows and with target
+        ids relative to the shard."""
         shard_rows = int(weight_VD.shape[0])
         first = group_rank(self.tp_group) * shard_rows
         valid = shard_rows
@@ -147,16 +154,17 @@ def token_logprob(
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
     deterministic: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """log softmax(hidden · weightᵀ / temperature) at `targets`, without the logits.
+    """Compute log softmax(hidden · weightᵀ / temperature) at the token ids `targets`, without
+    creating the logits tensor.
 
-    Args
+    Args:
         hidden: [T, D], or this rank's [T/tp, D] with `sequence_parallel`; bf16, fp16, fp32, fp64.
         weight: [V/tp, D], this rank's contiguous shard of the vocabulary, dtype of `hidden`.
         targets: [T] integer ids over the whole vocabulary.
         temperature: divides the logits; > 0.
         return_entropy: also return each token's entropy in nats (differentiable).
-        token_mask: [T]; tokens with 0 are skipped and give 0. Finding them waits for a GPU.
-        token_rows: [R] int64, ascending: in place of a mask, the tokens that are not skipped.
+        token_mask: [T]; tokens with 0 are skipped and get 0. Finding them waits for a GPU.
+        token_rows: [R] int64, ascending: instead of a mask, the tokens that are not skipped.
         tp_group: the ranks that share the vocabulary; shards are equal in size and in rank order.
         sequence_parallel: gather `hidden` over `tp_group` forward, reduce-scatter its gradient.
         weight_grad_out: [V/tp, D] float32 (float64 for float64 inputs), added to in place.
@@ -167,11 +175,11 @@ def token_logprob(
         workspace_bytes: upper bound on temporaries that are not results.
         deterministic: no atomics anywhere (the chunked version never has any).
 
-    Returns
-        log-probs [T], or (log-probs [T], entropy [T]); float32, float64 for float64 inputs.
+    Returns:
+        Log-probs [T], or (log-probs [T], entropy [T]); float32, float64 for float64 inputs.
 
-    Raises
-        ValueError: shapes, dtypes or arguments do not fit together.
+    Raises:
+        ValueError: Shapes, dtypes or arguments contradict each other.
     """
     name = resolve_backend(backend, hidden.device, hidden.dtype)
     total = _check_arguments(
@@ -182,7 +190,7 @@ def token_logprob(
     if vocab_size is not None and not 0 < vocab_size <= vocab_rows:
         raise ValueError(f"vocab_size must be within 1..{vocab_rows}, got {vocab_size}")
     if token_mask is not None and token_rows is not None:
-        raise ValueError("token_mask and token_rows exclude each other")
+        raise ValueError("token_mask and token_rows exclude each other. Pass only one of them")
     rows_R = token_rows if token_mask is None else token_mask.reshape(total).nonzero()[:, 0]
     if rows_R is not None and rows_R.numel() == total:
         rows_R = None
@@ -206,7 +214,8 @@ def token_logprob(
 
 
 class _TokenLogprob(torch.autograd.Function):
-    """Glue between autograd, the collectives and a backend's two functions."""
+    """Autograd function of `token_logprob`, which calls the collectives and the backend's forward
+    and backward functions."""
 
     @staticmethod
     def forward(
@@ -261,10 +270,11 @@ class _TokenLogprob(torch.autograd.Function):
 
 
 def mark_weight_grad_added(weight: Tensor) -> Tensor | None:
-    """Return autograd's gradient of a weight that has it in its main gradient already.
+    """Return the gradient that autograd gets for a weight whose gradient was already added to its
+    main gradient.
 
     Megatron's data-parallel hook reads `grad_added_to_main_grad` and, with overlapped reduction,
-    insists on some `grad`: such a parameter gets an expanded zero. Any other gets None.
+    requires some `grad`: a weight with that attribute gets an expanded zero, any other gets None.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
@@ -273,7 +283,8 @@ def mark_weight_grad_added(weight: Tensor) -> Tensor | None:
 
 
 def scatter_rows(values_R: Tensor, call: HeadCall) -> Tensor:
-    """[R] to [T], 0 where masked."""
+    """Expand the values [R] of the tokens that take part to all tokens [T], with 0 for masked
+    tokens."""
     if call.rows_R is None:
         return values_R
     out_T = values_R.new_zeros(call.targets_T.shape[0])
@@ -282,7 +293,7 @@ def scatter_rows(values_R: Tensor, call: HeadCall) -> Tensor:
 
 
 def _take_rows(values_T: Tensor, call: HeadCall) -> Tensor:
-    """[T] to [R], contiguous."""
+    """Select the values of the tokens that take part: [T] to contiguous [R]."""
     taken = values_T if call.rows_R is None else values_T[call.rows_R]
     return taken.contiguous()
 
@@ -296,7 +307,8 @@ def _check_arguments(
     tp_group: dist.ProcessGroup | None,
     sequence_parallel: bool,
 ) -> int:
-    """T, the number of tokens over all ranks; raises ValueError where shapes do not fit."""
+    """Return T, the number of tokens over all ranks; raise ValueError if shapes, dtypes or the
+    temperature are invalid."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden [T, D] and weight [V, D] must share D, got {tuple(hidden.shape)} and "
@@ -331,7 +343,8 @@ def _check_weight_grad_out(weight: Tensor, weight_grad_out: Tensor | None) -> No
 
 
 def _check_targets(targets_R: Tensor, limit: int) -> None:
-    """Every target that counts lies in the vocabulary (a device assert off the CPU)."""
+    """Raise ValueError if a target id is outside the vocabulary, 0 to `limit` - 1; on a GPU, fail
+    with a device assertion instead."""
     if targets_R.numel() == 0:
         return
     if targets_R.device.type == "cpu":

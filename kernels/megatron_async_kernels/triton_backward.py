@@ -1,10 +1,11 @@
 # Kernel arguments are tensors and constants of the Triton compiler, which types them itself.
 # mypy: allow-untyped-defs
-"""Backward kernels of the head: dLoss/dlogits of a block, and a product that accumulates.
+"""Provides the backward kernels of the language-model head (output projection and softmax):
+dLoss/dlogits of a block, and a matrix product that accumulates.
 
 Invariants
-- dLoss/dlogits exists for one [rows × columns] block at a time, in the operands' own type, and
-  is written once; the logits themselves stay in registers.
+- dLoss/dlogits exists for one [rows × columns] block at a time, in the operands' own type, and is
+  written once; the logits themselves stay in registers.
 - `accumulate_product_kernel` sums in a fixed order (no split of the inner dimension, no atomics).
 """
 
@@ -39,9 +40,11 @@ def store_dlogits(
     inv_temperature,
     SPEC: tl.constexpr,
 ):
-    """The formula of `dlogits_kernel` on one tile; offset = a + b·H, entropy_grad = b.
+    """Compute the formula of `dlogits_kernel` for one tile and store the result; offset = a + b·H,
+    entropy_grad = b.
 
-    Offsets are 32-bit: the workspace holds less than 2^31 elements (the launcher checks).
+    Offsets are 32-bit, so a block of dLoss/dlogits must have less than 2^31 elements. With the
+    default workspace it has at most 2^27.
     """
     logits = scaled_logits(acc, columns, num_columns, inv_temperature)
     log_p = logits - lse[:, None]
@@ -75,7 +78,8 @@ def dlogits_kernel(
     inv_temperature,
     SPEC: tl.constexpr,
 ):
-    """(1/τ)·[a·1(j = y) − p_j·(a + b·(z_j − lse + H))] of one tile; see `HeadCotangents`.
+    """Compute dLoss/dlogits of one tile: (1/τ)·[a·1(j = y) − p_j·(a + b·(z_j − lse + H))]; see
+    `HeadCotangents`.
 
     `weight` starts at column `first_column` of the shard and has `num_columns` rows.
     """
@@ -138,7 +142,8 @@ def accumulate_product_kernel(
     GROUP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """out += left · right: [M, K] in any layout, [K, N] row-major, out [M, N] row-major."""
+    """Compute out += left · right for one tile of `out`: left [M, K] in any layout, right [K, N]
+    row-major, out [M, N] row-major."""
     row_tile, column_tile = grouped_tile(
         tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.cdiv(num_columns, COLUMNS), GROUP
     )

@@ -1,11 +1,12 @@
 # Kernel arguments are tensors and constants of the Triton compiler, which types them itself.
 # mypy: allow-untyped-defs
-"""Forward kernels of the head: online softmax statistics over vocabulary tiles.
+"""Provides the forward kernels of the language-model head (output projection and softmax): online
+softmax statistics over vocabulary tiles.
 
 Invariants
-- A program owns ROWS tokens and a run of vocabulary tiles; it writes one (max, sum[, weighted])
+- A program owns ROWS tokens and a span of vocabulary tiles; it writes one (max, sum[, weighted])
   triple per token, so the partial statistics are [splits × R], never [T × V].
-- A target's logit is written by the one program whose run holds it; no atomics anywhere.
+- A target's logit is written by the one program whose span contains it; no atomics anywhere.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def update_stats(
     picked,
     SPEC: tl.constexpr,
 ):
-    """Merge a tile's logits into a row's running (max, sum, weighted sum, target logit).
+    """Merge the logits of one tile into each row's running statistics (max, sum, weighted sum,
+    target logit), and return them.
 
     Logits may be -inf, as those of columns outside the vocabulary are. NaN and +inf make the sums
     NaN.
@@ -77,11 +79,12 @@ def head_stats_kernel(
     inv_temperature,
     SPEC: tl.constexpr,
 ):
-    """Partial statistics of one token tile over `columns_per_split` vocabulary rows.
+    """Compute the partial softmax statistics of one tile of tokens over `columns_per_split`
+    vocabulary rows.
 
-    `columns_per_split` is a multiple of the tile's columns.
-    `max_out`, `sum_out` and `weighted_out` are [num_splits, out_stride]; `targets` and
-    `target_out` are [num_rows], the latter zeroed before.
+    `columns_per_split` is a multiple of the tile's columns. `max_out`, `sum_out` and `weighted_out`
+    are [num_splits, out_stride]; `targets` and `target_out` are [num_rows], the latter zeroed
+    before.
     """
     ROWS: tl.constexpr = SPEC.tile.tokens
     COLUMNS: tl.constexpr = SPEC.tile.vocab
@@ -139,7 +142,8 @@ def combine_kernel(
     BLOCK: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """Statistics [R] of the shard from partial ones [num_splits, R], in the order of the splits."""
+    """Combine partial softmax statistics [num_splits, R] into those of the shard [R], in the order
+    of the splits."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_rows
     best = tl.full((BLOCK,), LOWEST, dtype=tl.float32)

@@ -1,10 +1,11 @@
-"""The head's Triton backend: block plans, launches, and the two products after dLoss/dlogits.
+"""Provides the Triton backend of `token_logprob`: block plans, kernel launches, and the two matrix
+products that follow dLoss/dlogits.
 
 Invariants
-- Temporaries stay within `workspace_bytes`: a compacted copy of a block's hidden rows, its
-  float32 gradient, one [rows × columns] block of dLoss/dlogits, or the partial statistics.
-- No atomics: without `deterministic` the two products go to the vendor's library, with it to
-  `accumulate_product_kernel`, whose order of summation is fixed.
+- Temporaries stay within `workspace_bytes`: a compacted copy of a block's hidden rows, its float32
+  gradient, one [rows × columns] block of dLoss/dlogits, or the partial statistics.
+- No atomics: with `deterministic` the two products are computed by `accumulate_product_kernel`,
+  whose order of summation is fixed; otherwise by the vendor's library.
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def interpreted() -> bool:
-    """Return whether TRITON_INTERPRET was set when the kernels were defined."""
+    """Return whether the kernels run in Triton's interpreter, because TRITON_INTERPRET was set when
+    they were defined."""
     return isinstance(head_stats_kernel, InterpretedFunction)
 
 
 @dataclass(frozen=True, eq=False)
 class PartialStats:
-    """Statistics before the merge over splits: [splits, R]; `target_R` is whole already."""
+    """Softmax statistics of each split of the vocabulary, [splits, R]; `target_R`, the target's
+    logit, is already complete."""
 
     max_PR: Tensor
     sum_PR: Tensor
@@ -52,25 +55,26 @@ class PartialStats:
 
     @property
     def splits(self) -> int:
+        """Number of splits of the vocabulary."""
         return int(self.max_PR.shape[0])
 
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """Rows and vocabulary columns of one block of dLoss/dlogits."""
+    """Number of rows and of vocabulary columns of one block of dLoss/dlogits."""
 
     rows: int
     columns: int
 
 
 def plan_backward(problem: HeadProblem) -> BackwardPlan:
-    """The block that moves the fewest bytes within the workspace.
+    """Choose the block size of dLoss/dlogits that moves the fewest bytes within `workspace_bytes`.
 
     The float32 dHidden is read and written once per column block, dWeight once per row block:
-    8·D·(R·column blocks + V·row blocks) bytes beside the products' own reads.
+    8·D·(R·column blocks + V·row blocks) bytes in addition to the products' own reads.
 
-    Raises
-        ValueError: not even one row and one column fit into `workspace_bytes`.
+    Raises:
+        ValueError: Not even one row and one column fit into `workspace_bytes`.
     """
     element = problem.hidden_TD.element_size()
     hidden_size, vocab = int(problem.weight_VD.shape[1]), int(problem.weight_VD.shape[0])
@@ -101,9 +105,11 @@ def plan_backward(problem: HeadProblem) -> BackwardPlan:
 
 
 class TritonKernels:
-    """Backend for CUDA devices, and for CPU tensors under TRITON_INTERPRET=1."""
+    """Backend of `token_logprob` for CUDA devices, and for CPU tensors under TRITON_INTERPRET=1."""
 
     def stats(self, problem: HeadProblem, *, want_entropy: bool) -> HeadStats:
+        """Compute the softmax statistics of one shard: launch the statistics kernel, then combine
+        the splits of the vocabulary."""
         partial = partial_stats(problem, want_entropy=want_entropy)
         if partial.splits == 1:
             weighted_R = partial.weighted_PR[0] if want_entropy else None
@@ -127,6 +133,7 @@ class TritonKernels:
         return HeadStats(max_R, sum_R, partial.target_R, weighted_R)
 
     def grads(self, problem: HeadProblem, cotangents: HeadCotangents, grads: HeadGrads) -> None:
+        """Add the gradients of hidden states and weight of one shard to `grads`, block by block."""
         _check(problem)
         if problem.num_rows == 0 or problem.weight_VD.shape[0] == 0:
             return
@@ -150,7 +157,8 @@ class TritonKernels:
 
 
 def partial_stats(problem: HeadProblem, *, want_entropy: bool) -> PartialStats:
-    """Launch the statistics kernel, block of rows by block of rows."""
+    """Launch the statistics kernel for each block of rows; return the softmax statistics of each
+    split of the vocabulary."""
     _check(problem)
     configs = _configs(problem)
     config = configs.stats_entropy if want_entropy else configs.stats
@@ -164,7 +172,7 @@ def partial_stats(problem: HeadProblem, *, want_entropy: bool) -> PartialStats:
     tiles = triton.cdiv(columns, config.vocab)
     arrays = 3 if want_entropy else 2
     most_splits = max(1, problem.workspace_bytes // 8 // (4 * arrays * rows))
-    # Not in tiles: rows that are not aligned are read with a smaller tile than `config`.
+    # Counted in columns and not in tiles, because unaligned rows are read with a smaller tile.
     columns_per_split = triton.cdiv(tiles, min(tiles, most_splits)) * config.vocab
     splits = triton.cdiv(columns, columns_per_split)
     max_PR = torch.empty((splits, rows), dtype=torch.float32, device=device)
@@ -204,7 +212,7 @@ def launch_dlogits(
     rows: tuple[int, int],
     columns: tuple[int, int],
 ) -> None:
-    """Fill one block of dLoss/dlogits in place."""
+    """Launch the kernel that fills one block of dLoss/dlogits in place."""
     weight_BD = problem.weight_VD[columns[0] : columns[1]]
     tile, hidden, weight = _operands(_configs(problem).dlogits, hidden_CD, weight_BD)
     at = slice(*rows)
@@ -234,7 +242,8 @@ def launch_dlogits(
 def accumulate_product(
     out: Tensor, left: Tensor, right: Tensor, config: TileConfig, *, deterministic: bool
 ) -> None:
-    """out += left · right with float32 sums; `right` and `out` row-major, `left` in any layout."""
+    """Compute out += left · right with float32 sums; `right` and `out` are row-major, `left` may
+    have any layout."""
     if not deterministic:
         if out.dtype == left.dtype:
             torch.addmm(out, left, right, out=out)
@@ -267,9 +276,10 @@ def accumulate_product(
 
 @cache
 def library_accumulates_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether this torch adds a half-precision product to a float32 matrix in place.
+    """Return whether the installed torch can add a half-precision product to a float32 matrix in
+    place.
 
-    `addmm` has `out_dtype` since torch 2.8, but its first versions refuse a float32 `self`.
+    `addmm` has `out_dtype` since torch 2.8, but its first versions reject a float32 `self`.
     """
     if "dtype_out" not in torch.ops.aten.addmm.overloads():
         return False
@@ -290,7 +300,7 @@ def _add_products(
     dlogits_CB: Tensor,
     columns: tuple[int, int],
 ) -> None:
-    """dHidden += dlogits · W, dW += dlogitsᵀ · hidden, for one block."""
+    """Compute dHidden += dlogits · W and dW += dlogitsᵀ · hidden for one block."""
     config = _configs(problem).product
     at = slice(*columns)
     options = {"deterministic": problem.deterministic}
@@ -303,7 +313,8 @@ def _add_products(
 def _dhidden_block(
     problem: HeadProblem, grads: HeadGrads, hidden_CD: Tensor, start: int, stop: int
 ) -> Tensor | None:
-    """Float32 rows to accumulate dHidden in: the result itself where it is float32 and dense."""
+    """Return float32 rows in which to accumulate dHidden of one block: a view of the result if that
+    is float32 and has no masked rows, otherwise new zeros; None if dHidden is not needed."""
     if grads.dhidden_TD is None:
         return None
     if problem.rows_R is None and grads.dhidden_TD.dtype == torch.float32:
@@ -323,7 +334,8 @@ def _write_dhidden(
 
 
 def _forward_rows(problem: HeadProblem) -> int:
-    """Rows of one forward block: all, unless masked rows must be compacted within the workspace."""
+    """Return the number of rows of one forward block: all rows, unless rows must be copied
+    together, which has to fit into the workspace."""
     rows = problem.num_rows
     if problem.rows_R is not None or not problem.hidden_TD.is_contiguous():
         row_bytes = problem.hidden_TD.shape[1] * problem.hidden_TD.element_size()
@@ -342,7 +354,8 @@ def _configs(problem: HeadProblem) -> HeadConfigs:
 def _operands(
     config: TileConfig, hidden_CD: Tensor, weight_BD: Tensor
 ) -> tuple[TileConfig, Any, Any]:
-    """The operands as descriptors where the config asks for them and the rows are aligned."""
+    """Return the tile shape and the operands of a kernel: as tensor descriptors if the config wants
+    them and the rows are aligned, otherwise as plain tensors."""
     row_bytes = hidden_CD.shape[1] * hidden_CD.element_size()
     aligned = all(t.data_ptr() % 16 == 0 for t in (hidden_CD, weight_BD)) and row_bytes % 16 == 0
     if not (config.descriptors and aligned):
@@ -372,5 +385,6 @@ def _check(problem: HeadProblem) -> None:
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[None]:
-    """Kernels launch on the current device; make it the tensor's."""
+    """Return a context in which the tensor's device is current, because kernels launch on the
+    current device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -2,11 +2,12 @@
 # mypy: allow-untyped-defs
 # Nested ifs keep the compiler from evaluating a branch that does not exist.
 # ruff: noqa: SIM102
-"""The loss kernels that sum over sequences, and turn the sums into what tokens and metrics need.
+"""Provides the loss kernels that sum over the tokens of each sequence, and that compute from these
+sums the values that tokens and metrics need.
 
 Invariants
-- A program of `sequence_pass_kernel` owns CHUNK tokens, aligned, and walks over the sequences that
-  lie in them; `sequence_kernel` reads a sequence's slots, which are neighbors, in order.
+- A program of `sequence_pass_kernel` owns CHUNK tokens, aligned, and iterates over the sequences in
+  them; `sequence_kernel` reads a sequence's slots, which are adjacent, in order.
 - No atomics: every partial result has one writer and is summed in a fixed order, in float64.
 """
 
@@ -26,7 +27,8 @@ from megatron_async_kernels.triton_loss_terms import (
 
 @triton.jit
 def start_rule(zeros, RULE: tl.constexpr, SPEC: tl.constexpr):
-    """The neutral element of a rule's reduction."""
+    """Return the neutral element of a rejection rule's reduction: -1e30 for a maximum, 0 for a
+    sum."""
     if SPEC.num_rules > RULE:
         if SPEC.config.rejection[RULE].level == "seq_max":
             zeros = zeros - 1e30
@@ -35,7 +37,8 @@ def start_rule(zeros, RULE: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def add_rule(total, trained, weight, clamped, RULE: tl.constexpr, SPEC: tl.constexpr):
-    """Add a block of tokens to a sequence rule's sum or maximum."""
+    """Add the divergences of a block of tokens to the running sum or maximum of a sequence-level
+    rejection rule."""
     if SPEC.num_rules > RULE:
         if SPEC.config.rejection[RULE].level != "token":
             value = divergence(weight, clamped, RULE, SPEC)
@@ -48,6 +51,7 @@ def add_rule(total, trained, weight, clamped, RULE: tl.constexpr, SPEC: tl.const
 
 @triton.jit
 def store_rule(at, total, RULE: tl.constexpr, SPEC: tl.constexpr):
+    """Store a rejection rule's sum or maximum over all lanes at `at`."""
     if SPEC.num_rules > RULE:
         if SPEC.config.rejection[RULE].level == "seq_max":
             tl.store(at, tl.max(total, axis=0).to(tl.float64))
@@ -70,7 +74,8 @@ def sequence_pass_kernel(
     SLOT_WIDTH: tl.constexpr,
     SPEC: tl.constexpr,
 ):
-    """First of two passes: what each block adds to each of its sequences."""
+    """Compute, as the first of two passes, what each block of tokens contributes to the sums of
+    each of its sequences."""
     block = tl.program_id(0)
     position = block * CHUNK
     stop = tl.minimum(position + CHUNK, num_tokens)
@@ -138,7 +143,8 @@ def sequence_kernel(
     MAX_WIDTH: tl.constexpr,
     SPEC: tl.constexpr,
 ):
-    """Sequences from their slots: metrics, and with two passes what their tokens need."""
+    """Combine the slots of each sequence: compute the sequence metrics and, with two passes, the
+    values that the sequence's tokens need."""
     NUM_RULES: tl.constexpr = SPEC.num_rules
     sequences = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = sequences < num_sequences

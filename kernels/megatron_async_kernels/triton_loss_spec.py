@@ -1,12 +1,12 @@
-"""Specialization of the loss kernels: one frozen object per (config, present streams).
+"""Defines the specialization of the loss kernels: one frozen object per (config, present streams).
 
 Thresholds are compile-time constants: they do not change within a run, and a kernel without its
 unused branches reads and computes less. Sizes and denominators stay runtime arguments.
 
 Invariants
 - `AT` is the only place that defines the order of partial sums.
-- A sequence's slots are contiguous: block p of CHUNK tokens writes its part of sequence s to slot
-  p + s, and both p and s only grow along the stream.
+- A sequence's slots are contiguous: block p of CHUNK tokens writes its partial results of sequence
+  s to slot p + s, and both p and s only grow along the stream.
 """
 
 from __future__ import annotations
@@ -27,17 +27,29 @@ LAG_OFFSET = 32
 LAG_STRIDE = 16
 ROW_WIDTH = LAG_OFFSET + 4 * LAG_STRIDE
 MAX_WIDTH = 8
-# What a block adds to a sequence: trained tokens, Σ L, tokens kept by token rules, Σ l over
-# trained tokens, Σ l over kept tokens, then one statistic per rule.
+# Partial results that a block of tokens contributes to a sequence: trained tokens, Σ L, tokens kept
+# by token rules, Σ l over trained tokens, Σ l over kept tokens, then one statistic per rule.
 NUM_SLOT_COLUMNS = 5 + MAX_RULES
-# What a sequence gives back to its tokens in the second pass: kept by the sequence rules (0/1),
+# Values of a sequence that its tokens read in the second pass: kept by the sequence rules (0/1),
 # 1 / kept tokens, Σ l over trained tokens, mean l over kept tokens.
 NUM_SEQUENCE_VALUES = 4
 
 
 @dataclass(frozen=True)
 class LossSpec:
-    """Compile-time constants of the loss kernels."""
+    """Compile-time constants of the loss kernels.
+
+    Attributes:
+        config: Thresholds and choices of the loss.
+        num_rules: Number of rejection rules.
+        two_pass: Whether a token's loss depends on its whole sequence, so that two passes are
+            needed.
+        has_correction: Whether there are weights of decoupled correction.
+        has_reference: Whether there are log-probs of the reference policy.
+        has_entropy: Whether there are entropies.
+        has_lag: Whether there are lags.
+        at: Position of each partial sum in a row of partial results.
+    """
 
     config: LossConfig
     num_rules: int
@@ -50,7 +62,8 @@ class LossSpec:
 
 
 def needs_sequences(config: LossConfig) -> bool:
-    """Return whether a token's loss depends on its whole sequence and needs two passes."""
+    """Return whether a token's loss depends on its whole sequence, so that the kernels need two
+    passes."""
     return (
         config.aggregation == "seq_mean_token_mean"
         or config.surrogate == "gspo"
@@ -60,10 +73,10 @@ def needs_sequences(config: LossConfig) -> bool:
 
 
 def loss_spec(inputs: LossInputs, config: LossConfig) -> LossSpec:
-    """The specialization for these inputs.
+    """Return the compile-time constants of the loss kernels for these inputs and this config.
 
-    Raises
-        ValueError: more rejection rules than the kernels have room for.
+    Raises:
+        ValueError: There are more than `MAX_RULES` rejection rules.
     """
     if len(config.rejection) > MAX_RULES:
         raise ValueError(f"at most {MAX_RULES} rejection rules, got {len(config.rejection)}")

@@ -2,11 +2,11 @@
 # mypy: allow-untyped-defs
 # Nested ifs keep the compiler from evaluating a branch that does not exist.
 # ruff: noqa: SIM102
-"""The loss of a block of tokens as a device function.
+"""Provides device functions that compute the loss of a block of tokens.
 
-Formulas and their sources stand in `surrogates`; names follow it. Terms are elementwise over a
-block of lanes in float32; SPEC is a `LossSpec`. `first_sequence` and `read_stream` read the
-sequence of a token, and its streams.
+Formulas and their sources are in `surrogates`; names follow that module. Terms are elementwise over
+a block of lanes in float32; SPEC is a `LossSpec`. `first_sequence` finds the sequence of a token,
+and `read_stream` reads its streams.
 
 Invariant
 - A token with mask 0 is read as zeros.
@@ -20,14 +20,15 @@ import triton.language as tl
 
 @triton.jit
 def bounded_exp(value):
-    """exp(c(x)), c(x), whether |x| <= 20. A NaN stays NaN."""
+    """Return exp(c(x)), c(x) = clamp(x, ±20), and whether |x| <= 20. A NaN stays NaN."""
     clamped = tl.clamp(value, -20.0, 20.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.exp(clamped), clamped, tl.abs(value) <= 20.0
 
 
 @triton.jit
 def k3_of(exp_x, x):
-    """exp(x) - 1 - x without cancellation: a series near 0, where on-policy tokens are."""
+    """Compute exp(x) - 1 - x without cancellation: with a series for |x| < 1, where on-policy
+    tokens are."""
     series = tl.zeros_like(x) + 1.0
     for n in tl.static_range(8):
         series = 1.0 + series * x * (1.0 / (10 - n))
@@ -36,10 +37,11 @@ def k3_of(exp_x, x):
 
 @triton.jit
 def divergence(exp_x, x, RULE: tl.constexpr, SPEC: tl.constexpr):
-    """Divergence of a rejection rule, from the clamped log-ratio x to the behavior policy.
+    """Compute the divergence of a rejection rule from the clamped log-ratio x to the behavior
+    policy.
 
-    k1 = -x, k2 = x²/2, k3 = exp(x) - 1 - x. The rule's kind is read here, because Triton 3.6
-    passes a string to a device function as a plain `str`, which the function cannot compile.
+    k1 = -x, k2 = x²/2, k3 = exp(x) - 1 - x. The rule's kind is read here, because Triton 3.6 passes
+    a string to a device function as a plain `str`, which the function cannot compile.
     """
     if SPEC.config.rejection[RULE].divergence == "k1":
         return -x
@@ -50,7 +52,8 @@ def divergence(exp_x, x, RULE: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def token_keep(trained, exp_x, x, SPEC: tl.constexpr):
-    """1 where the token is trained and every token-level rule keeps it."""
+    """Return 1 for each token that is trained and that every token-level rejection rule keeps,
+    otherwise 0."""
     keep = trained
     NUM_RULES: tl.constexpr = SPEC.num_rules
     for i in tl.static_range(NUM_RULES):
@@ -65,7 +68,8 @@ def token_keep(trained, exp_x, x, SPEC: tl.constexpr):
 
 @triton.jit
 def truncated(raw, SPEC: tl.constexpr):
-    """min(raw, upper), or 0 outside [lower, upper]; and where raw was above or below."""
+    """Return min(raw, upper), or 0 outside [lower, upper] if there is a lower bound; and where raw
+    was above or below the bounds."""
     above = raw > float("inf")
     below = raw > float("inf")
     weight = raw
@@ -89,7 +93,8 @@ def surrogate_terms(
     inv_weight_mean,
     SPEC: tl.constexpr,
 ):
-    """(loss, dLoss/dlogp, weight in use, ratio, log ratio, above, below, dual) per token."""
+    """Compute the surrogate loss of each token; return (loss, dLoss/dlogp, weight in use, ratio,
+    log ratio, above, below, dual), where the last three say which clip is active."""
     ratio, ratio_log, inside = bounded_exp(anchor)
     never = ratio < 0.0
     above = never
@@ -149,7 +154,8 @@ def surrogate_terms(
 
 @triton.jit
 def kl_terms(distance, anchor, correction, SPEC: tl.constexpr):
-    """(kl_coef · KL, its derivative) to the reference policy per token, importance-weighted."""
+    """Compute kl_coef times the importance-weighted KL to the reference policy of each token, and
+    its derivative."""
     ratio, _, inside = bounded_exp(anchor)
     upper: tl.constexpr = SPEC.config.kl_weight_upper
     weight = tl.where(ratio > upper, upper, ratio) * correction * SPEC.config.kl_coef
@@ -165,7 +171,7 @@ def kl_terms(distance, anchor, correction, SPEC: tl.constexpr):
 
 @triton.jit
 def first_sequence(cu_seqlens, num_sequences, token):
-    """The sequence that holds `token`: the first with cu[s + 1] > token."""
+    """Find the index of the sequence that contains `token`: the first s with cu[s + 1] > token."""
     low = 0
     high = num_sequences - 1
     while low < high:
@@ -179,5 +185,5 @@ def first_sequence(cu_seqlens, num_sequences, token):
 
 @triton.jit
 def read_stream(stream, at, inside, trained):
-    """Values as float32, 0 at untrained tokens."""
+    """Read the values of a stream as float32, with 0 at untrained tokens."""
     return tl.where(trained, tl.load(stream + at, mask=inside, other=0.0).to(tl.float32), 0.0)

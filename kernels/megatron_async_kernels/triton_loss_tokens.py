@@ -1,15 +1,16 @@
 # Kernel arguments are tensors and constants of the Triton compiler, which types them itself.
 # mypy: allow-untyped-defs
 # Nested ifs keep the compiler from evaluating a branch that does not exist.
-"""The loss kernel over tokens: losses, gradients and metric sums in one read of the streams.
+"""Provides the loss kernel over tokens: losses, gradients and metric sums in one read of the
+streams.
 
-One pass: this kernel also writes each sequence's sums, from which `sequence_kernel` makes the
-sequence metrics. Two passes, where a token's loss depends on its sequence: `sequence_pass_kernel`
-and `sequence_kernel` run first and this one reads what they found.
+With one pass, this kernel also writes each sequence's sums, from which `sequence_kernel` computes
+the sequence metrics. With two passes, if a token's loss depends on its sequence,
+`sequence_pass_kernel` and `sequence_kernel` run first, and this kernel reads their results.
 
 Invariants
-- A program owns CHUNK tokens, aligned, and walks over the sequences that lie in them. No atomics:
-  every partial result has one writer and is summed in a fixed order.
+- A program owns CHUNK tokens, aligned, and iterates over the sequences in them. No atomics: every
+  partial result has one writer and is summed in a fixed order.
 - Lanes sum at most CHUNK / BLOCK tokens in float32; everything beyond is summed in float64.
 """
 
@@ -62,7 +63,8 @@ def token_pass_kernel(
     NUM_LAGS: tl.constexpr,
     SPEC: tl.constexpr,
 ):
-    """Loss, gradients and metric sums of one block of tokens, in one read of the streams."""
+    """Compute the losses, gradients and metric sums of one block of tokens, in one read of the
+    streams."""
     zeros = tl.zeros((BLOCK,), dtype=tl.float32)
     n_tokens, n_kept, n_bad = zeros, zeros, zeros
     policy_sum, kl_sum, bonus_sum = zeros, zeros, zeros

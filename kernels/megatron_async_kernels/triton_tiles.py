@@ -1,12 +1,13 @@
 # Kernel arguments are tensors and constants of the Triton compiler, which types them itself.
 # mypy: allow-untyped-defs
-"""Device functions that the head's kernels share: tile order, operand loads, one logits tile.
+"""Provides the device functions that the Triton kernels of the language-model head share (tile
+order, operand loads, one tile of logits), and the tile shapes.
 
-Tile shapes stand in a table by GPU architecture and element type; there is no autotuner.
+Tile shapes are in a table by GPU architecture and element type; there is no autotuner.
 
 Invariants
-- Operands outside the matrix are read as zero or clamped to the last row; callers mask results,
-  so the inner loop carries no row masks.
+- Operands outside the matrix are read as zero or clamped to the last row; callers mask results, so
+  the inner loop has no row masks.
 - Products accumulate in float32; float32 operands multiply as IEEE float32, never as TF32.
 - Every entry compiles for its architecture without register spills and within its shared memory
   (`tests/kernels/test_compile.py`; the report is in docs/kernels.md).
@@ -22,13 +23,14 @@ import torch
 import triton
 import triton.language as tl
 
-# Running maxima start here: the least finite float32, so that no maximum is -inf.
+# Initial value of running maxima: the lowest finite float32, so that no maximum is -inf.
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 @triton.jit
 def grouped_tile(pid, num_rows_tiles, num_column_tiles, GROUP: tl.constexpr):
-    """(row tile, column tile) of a program: GROUP row tiles walk the columns together."""
+    """Return the (row tile, column tile) of a program, in an order in which GROUP row tiles go
+    through the columns together."""
     per_group = GROUP * num_column_tiles
     first = (pid // per_group) * GROUP
     width = tl.minimum(num_rows_tiles - first, GROUP)
@@ -47,7 +49,8 @@ def logits_tile(
     depth,
     SPEC: tl.constexpr,
 ):
-    """hidden[row:, :] · weight[column:, :]ᵀ, one tile of SPEC (a `TileSpec`) in float32.
+    """Compute hidden[row:, :] · weight[column:, :]ᵀ for one tile of the size in SPEC (a
+    `TileSpec`), in float32.
 
     Both matrices are row-major with `depth` columns.
     """
@@ -88,22 +91,24 @@ def logits_tile(
 
 @triton.jit
 def finite_below(value):
-    """-1e30 for anything less, -inf too, of which 0 times would be NaN; a NaN stays NaN."""
+    """Replace values below -1e30 (also -inf, because 0 times -inf would be NaN) by -1e30; a NaN
+    stays NaN."""
     return tl.where(value < -1e30, -1e30, value)
 
 
 @triton.jit
 def scaled_logits(acc, columns, num_columns, inv_temperature):
-    """acc / temperature with columns outside the vocabulary at -inf."""
+    """Return the logits `acc` divided by the temperature, with -inf in columns outside the
+    vocabulary."""
     return tl.where((columns < num_columns)[None, :], acc * inv_temperature, float("-inf"))
 
 
 @triton.jit
 def column_parts(tile, SPEC: tl.constexpr):
-    """A tile whole, or its left and right half.
+    """Return a tile as a tuple: the whole tile, or its left and right half if SPEC says so.
 
     Epilogues work on one half after the other, so that their temporaries fit into the registers
-    that a 128 x 256 accumulator leaves.
+    that a 128 x 256 accumulator leaves free.
     """
     if SPEC.tile.halves:
         ROWS: tl.constexpr = SPEC.tile.tokens
@@ -116,18 +121,20 @@ def column_parts(tile, SPEC: tl.constexpr):
 
 @triton.jit
 def add_pairs(a0, b0, a1, b1):
-    """Sums two quantities in one reduction."""
+    """Add two pairs elementwise; used as a combine function that sums two quantities in one
+    reduction."""
     return a0 + a1, b0 + b1
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """A [tokens × vocab] tile of logits, made in steps of `depth` along the hidden size.
+    """Shape of a [tokens × vocab] tile of logits, computed in steps of `depth` along the hidden
+    size.
 
-    `group` token tiles share a walk over the vocabulary, so that the tiles in flight on all
+    `group` token tiles go through the vocabulary together, so that the tiles in flight on all
     multiprocessors are about square and their operands stay in L2. `descriptors` loads operands
-    through tensor descriptors (TMA on sm_90 and later); it needs rows aligned to 16 bytes.
-    `halves` lets the epilogue work on the two halves of the columns one after the other.
+    through tensor descriptors (TMA on sm_90 and later); it needs rows aligned to 16 bytes. `halves`
+    lets the epilogue work on the two halves of the columns one after the other.
     """
 
     tokens: int
@@ -142,10 +149,11 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class TileSpec:
-    """Compile-time constants of the kernels that make logits.
+    """Compile-time constants of the kernels that compute logits.
 
-    `even_depth`: the hidden size is a multiple of the tile's depth. `upcast` converts operands to
-    float32 first (the interpreter's bf16 arithmetic is wrong).
+    `even_depth`: whether the hidden size is a multiple of the tile's depth. `upcast`: whether
+    operands are converted to float32 first (the interpreter's bf16 arithmetic is wrong). `entropy`:
+    whether the entropy is needed.
     """
 
     tile: TileConfig
@@ -156,9 +164,11 @@ class TileSpec:
 
 @dataclass(frozen=True)
 class HeadConfigs:
-    """Tiles of the three products: statistics, dLoss/dlogits, and the accumulating product.
+    """Tile shapes of the three matrix products of the language-model head: softmax statistics,
+    dLoss/dlogits, and the product that accumulates gradients.
 
-    With entropy the statistics carry one more sum, for which some architectures need other stages.
+    With entropy the statistics have one more sum, for which some architectures need another number
+    of stages.
     """
 
     stats: TileConfig
@@ -167,7 +177,7 @@ class HeadConfigs:
     product: TileConfig
 
 
-# Small tiles for ragged test shapes; with descriptors where rows are aligned, as on sm_90.
+# Small tiles for the odd shapes of tests; with descriptors if rows are aligned, as on sm_90.
 INTERPRETER = HeadConfigs(
     stats=TileConfig(16, 32, 16, 4, 1, group=2, descriptors=True, halves=True),
     stats_entropy=TileConfig(16, 32, 16, 4, 1, group=2, descriptors=True, halves=True),
@@ -201,7 +211,8 @@ ARCHITECTURES = tuple(_HALF)
 
 
 def head_configs(capability: tuple[int, int], dtype: torch.dtype) -> HeadConfigs:
-    """The table's entry for the newest architecture not newer than `capability`.
+    """Return the tile shapes for a GPU: those of the newest architecture in the table that is not
+    newer than `capability`; float32 has its own shapes.
 
     sm_86 and sm_89 have 99 KiB of shared memory; the sm_80 entries need 64 KiB.
     """
@@ -213,7 +224,8 @@ def head_configs(capability: tuple[int, int], dtype: torch.dtype) -> HeadConfigs
 
 
 def without_descriptors(config: TileConfig) -> TileConfig:
-    """The tile for rows that are not aligned to 16 bytes: loaded through pointers.
+    """Return the tile shape for rows that are not aligned to 16 bytes, which are loaded through
+    pointers.
 
     Pointers take registers, so the tile has half as many columns.
     """

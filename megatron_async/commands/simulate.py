@@ -124,7 +124,7 @@ def plan_command(
     console = Console(width=_WIDTH) if wide else Console()
     console.print(plan_table(plan, wide=wide))
     if any(candidate.refused for candidate in plan.candidates):
-        console.print("* A run does not support engines that share GPUs over several nodes yet.")
+        console.print("* A run refuses engines that share the GPUs of several nodes.")
     for line in plan.unusable:
         console.print(f"not compared: {line}", highlight=False)
     if len({c.config.schedule.preset for c in plan.candidates}) == 1:

@@ -1,13 +1,16 @@
-"""Cost models on a virtual clock that drive the same scheduler.
+"""Simulates a run: the real scheduler on a virtual clock, with cost models for everything else.
 
-- world: the virtual clock around the real scheduler. build: a world from a run's settings.
-- engine, engine_costs: a decode batch from event to event; what decode steps and prefill cost.
-- trainer_costs, memory, hardware: the trainer, GPU memory, data sheets. recomputation: what
-  `trainer.recompute` keeps and computes again.
-- episodes: turns, observations and tools, drawn.
-- lengths: lengths drawn, recorded, fitted; the same for every schedule.
-- sweep, statistics, show: many points; their figures after the warm-up; tables and plots.
-- planner: `megatron-async plan`. plan_show: its output.
-- profile_engine: a running server's cost model, measured.
-- assumptions: everything a simulation rests on, as lines for a person.
+- `world` is the virtual clock around the real scheduler; `build` creates a world from a run's
+  settings.
+- `engine` models an inference engine as a decode batch that advances from event to event;
+  `engine_costs` says how long decode steps and prefill take.
+- `trainer_costs`, `memory` and `hardware` model the trainer, GPU memory and GPUs (data sheets).
+  `recomputation` models what `trainer.recompute` keeps and computes again.
+- `episodes` draws turns, observations and tool times. `lengths` reads, draws and fits response
+  lengths, which are the same for every schedule.
+- `sweep` simulates many configurations; `statistics` computes their results after the warm-up;
+  `show` prints and plots them.
+- `planner` is `megatron-async plan`, and `plan_show` prints its result.
+- `profile_engine` measures the cost model of a running server.
+- `assumptions` lists everything that a simulation assumes, one line per assumption.
 """

@@ -1,8 +1,9 @@
-"""Everything a simulation rests on, as lines for a person: public figures and assumed constants.
+"""Lists everything that a simulation assumes as lines of text: public figures and assumed
+constants.
 
-Invariant: a number that `simulate` or `plan` computes with is a field of `SimulateConfig`, a figure
-of a data sheet, or in `CODE_CONSTANTS`; all of them are printed, and docs/simulator.md lists the
-assumed ones with their defaults (`tests/simulate/test_assumptions.py` compares).
+Invariant: every number that `simulate` or `plan` computes with is a field of `SimulateConfig`, a
+figure of a data sheet, or in `CODE_CONSTANTS`. All of them are printed, and docs/simulator.md lists
+the assumed ones with their defaults (`tests/simulate/test_assumptions.py` compares them).
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,13 @@ from megatron_async.simulate.lengths import length_at_score
 
 @dataclass(frozen=True)
 class Constant:
-    """An assumed number or choice."""
+    """Assumed number or choice.
+
+    Attributes:
+        name: Name of the setting or constant.
+        value: Its value.
+        meaning: Description of what it stands for.
+    """
 
     name: str
     value: object
@@ -34,33 +41,36 @@ class Constant:
 
 
 _MEANINGS = {
-    model_shape: {"BF16": "Bytes of a weight that an engine reads and of a KV entry."},
+    model_shape: {"BF16": "Bytes of a weight that an engine reads, and of a KV entry."},
     memory: {
-        "WEIGHT_BYTES": "Of a parameter in the trainer: bf16 weight.",
-        "GRADIENT_BYTES": "Of a parameter: fp32 main gradient.",
-        "OPTIMIZER_BYTES": "Of a parameter, spread over the data-parallel ranks: fp32 weight and "
-        "Adam's two moments.",
-        "STEP_BYTES": "Planner: of each parameter of the optimizer's part, in the step of torch's "
-        "Adam.",
-        "LOGIT_BYTES": "Planner: fp32 logit and its gradient, for `trainer.logprob_chunk_tokens` "
-        "at once.",
-        "PAUSED_ENGINE_BYTES": "`trainer.recompute`: memory of a paused engine on a shared GPU.",
-        "COMMUNICATOR_BYTES": "Engine: NCCL's buffers of a weight-update group.",
+        "WEIGHT_BYTES": "Trainer: bytes of a parameter's bf16 weight.",
+        "GRADIENT_BYTES": "Trainer: bytes of a parameter's fp32 main gradient.",
+        "OPTIMIZER_BYTES": "Trainer: bytes of a parameter's fp32 weight and Adam's two moments, "
+        "split over the data-parallel ranks.",
+        "STEP_BYTES": "Planner: additional bytes during the step of torch's Adam, for each "
+        "parameter of a rank's share of the optimizer.",
+        "LOGIT_BYTES": "Planner: bytes of an fp32 logit and its gradient, for "
+        "`trainer.logprob_chunk_tokens` tokens at once.",
+        "PAUSED_ENGINE_BYTES": "Choice of `trainer.recompute`: bytes of a paused engine on a "
+        "shared GPU.",
+        "COMMUNICATOR_BYTES": "Engine: bytes of NCCL's buffers for one weight-update group.",
     },
     recomputation: {
-        "NORM_BYTES": "Planner: activations of a layer's norms, per token and hidden unit.",
-        "GATED_BYTES": "Planner: of a feed-forward part, per token and unit of its width.",
-        "ROUTED_BYTES": "Planner: of a token's copy for each of its experts, per hidden unit.",
+        "NORM_BYTES": "Planner: activation bytes of a layer's norms, per token and hidden unit.",
+        "GATED_BYTES": "Planner: activation bytes of a gated feed-forward block, per token and "
+        "unit of its width.",
+        "ROUTED_BYTES": "Planner: activation bytes of the copy of a token that each of its experts "
+        "keeps, per hidden unit.",
     },
     lengths: {
-        "MEDIAN_SHARE": "Median of the responses over `sampling.max_new_tokens`, unless it is set.",
-        "WEIBULL_SHARE": "Scale of Weibull's distribution over `sampling.max_new_tokens`, unless "
-        "it is set.",
+        "MEDIAN_SHARE": "Default median response length, as a share of `sampling.max_new_tokens`.",
+        "WEIBULL_SHARE": "Default scale of the Weibull distribution, as a share of "
+        "`sampling.max_new_tokens`.",
     },
     planner: {
-        "ENOUGH_THROUGHPUT": "Planner: share of the largest generation speed at which N' is not "
-        "raised further.",
-        "KV_FILL": "Planner: share of the KV cache that N' may fill on average.",
+        "ENOUGH_THROUGHPUT": "Planner: share of the largest generation speed at which N' (the "
+        "requests in flight) is not raised further.",
+        "KV_FILL": "Planner: share of the KV cache that N' requests may fill on average.",
     },
 }
 CODE_CONSTANTS = tuple(
@@ -68,14 +78,17 @@ CODE_CONSTANTS = tuple(
     for module, meanings in _MEANINGS.items()
     for name, meaning in meanings.items()
 )
-"""Assumptions in the code instead of the settings: formats of numbers, and rules."""
+"""Assumed constants that are in the code and not in the settings: sizes of number formats, and
+rules."""
 
 _NOT_ASSUMED = {"gpu", "gpus", "steps", "warmup_steps"}
-"""Given by whoever asks; the GPU's figures have a line of their own."""
+"""Fields of `simulate` that the user chooses and that are not assumptions. The GPU's figures have a
+separate line."""
 
 
 def setting_constants(settings: SimulateConfig) -> list[Constant]:
-    """The fields of `simulate` that are set, with the values that are used."""
+    """Return the assumed constants among the fields of `simulate`, with the values in `settings`;
+    fields that are not set are omitted."""
     return [
         constant
         for constant in _fields(settings, "simulate.")
@@ -84,9 +97,10 @@ def setting_constants(settings: SimulateConfig) -> list[Constant]:
 
 
 def main_assumptions(config: SimulationConfig) -> list[str]:
-    """Return the three assumptions that change the results most, with the settings that hold them.
+    """Return lines about the three assumptions that change the results most, with the settings that
+    control them.
 
-    For a sweep they are those of its first point.
+    For a sweep, the command prints those of the first configuration.
     """
     settings, longest = config.simulate, config.sampling.max_new_tokens
     of_responses, efficiency = settings.lengths, settings.efficiency
@@ -95,7 +109,7 @@ def main_assumptions(config: SimulationConfig) -> list[str]:
     source = "a quarter of sampling.max_new_tokens" if derived else "simulate.lengths"
     return [
         f"response lengths: {of_responses.distribution}, median {middle:,.0f} tokens ({source}), "
-        f"at most {longest:,}: set simulate.lengths; `megatron-async fit-lengths` takes them from "
+        f"at most {longest:,}: set simulate.lengths; `megatron-async fit-lengths` computes it from "
         "a run",
         f"training reaches {efficiency.training_flops:.0%} of the GPU's peak: "
         "simulate.efficiency.training_flops",
@@ -105,7 +119,8 @@ def main_assumptions(config: SimulationConfig) -> list[str]:
 
 
 def assumptions(config: SimulationConfig) -> list[str]:
-    """`what: value` lines, in groups: hardware and model, derived, assumed."""
+    """Return all assumptions of a simulation as lines `name: value`: first hardware and model, then
+    derived values, then the assumed constants."""
     shape, gpu = shape_of(config), gpu_of(config.simulate.gpu)
     costs, trainer = engine_costs(config), trainer_costs(config)
     lines = [
@@ -121,15 +136,16 @@ def assumptions(config: SimulationConfig) -> list[str]:
         f"trainer.recompute: {trainer.recompute}",
         f"KV capacity of an engine: {costs.kv_capacity_tokens} tokens",
         f"weight update: {trainer.publish_seconds:.2f} s; optimizer step: "
-        f"{trainer.fixed_seconds:.2f} s beside its tokens",
+        f"{trainer.fixed_seconds:.2f} s in addition to its tokens",
     ]
     if isinstance(costs, MeasuredEngine):
-        lines.append(f"decode and prefill measured: {config.simulate.cost_model}")
+        lines.append(f"measured decode and prefill: {config.simulate.cost_model}")
     return [*lines, *map(str, (*setting_constants(config.simulate), *CODE_CONSTANTS))]
 
 
 def assumptions_of_all(points: Sequence[tuple[str, SimulationConfig]]) -> list[str]:
-    """Return the assumptions of all (label, configuration) points, then those of some."""
+    """Return the assumptions that all simulated configurations share, then the other assumptions,
+    each with the label of its configuration."""
     lines = [(label, assumptions(config)) for label, config in points]
     shared = [line for line in lines[0][1] if all(line in others for _, others in lines)]
     own = [f"{label}: {line}" for label, its in lines for line in its if line not in shared]

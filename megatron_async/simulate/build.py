@@ -1,10 +1,10 @@
-"""From a run's configuration to a simulated world, and its figures.
+"""Builds a simulated world from a run's configuration, and runs it.
 
-The run's own settings are used wherever they apply: `schedule`, `parallel`, `engines.count`
-and `engines.tensor`, `engines.max_running_requests`, `sampling.max_new_tokens`, `seed`,
-`task.scorer_workers`, `trainer.microbatch_tokens`. The rest is `simulate`.
-`engines.max_total_tokens` is not used: KV capacity is that of the modeled GPU, of the measured
-cost model, or `simulate.kv_capacity_tokens`.
+The run's own settings apply wherever they exist: `schedule`, `parallel`, `engines.count`,
+`engines.tensor`, `engines.max_running_requests`, `sampling.max_new_tokens`, `seed`,
+`task.scorer_workers` and `trainer.microbatch_tokens`. All other inputs are in the section
+`simulate`. `engines.max_total_tokens` is not used: the KV capacity follows from the modeled GPU or
+the measured cost model, unless `simulate.kv_capacity_tokens` sets it.
 """
 
 from dataclasses import replace
@@ -39,7 +39,13 @@ from megatron_async.simulate.world import World
 
 
 def engine_costs(config: SimulationConfig) -> EngineCosts:
-    """Measured if `simulate.cost_model` names a file, else the roofline. Raises UserError."""
+    """Return the cost model of an engine: the measured model in the file `simulate.cost_model` if
+    that is set, otherwise the roofline model.
+
+    Raises:
+        UserError: The file cannot be used, or the KV cache is too small for the longest response
+            with its prompt.
+    """
     settings = config.simulate
     if settings.cost_model:
         measured = read_engine_costs(Path(settings.cost_model))
@@ -47,49 +53,62 @@ def engine_costs(config: SimulationConfig) -> EngineCosts:
         costs: MeasuredEngine | RooflineEngine = replace(measured, kv_capacity_tokens=capacity)
     else:
         shape, gpu = shape_of(config), gpu_of(settings.gpu)
-        taken = 0.0
+        trainer_bytes = 0.0
         if settings.placement == "colocated" and not settings.offload:
             sharded = config.optimizer.sharded
-            taken = trainer_state_bytes(shape, config.parallel, sharded=sharded)
+            trainer_bytes = trainer_state_bytes(shape, config.parallel, sharded=sharded)
         capacity = settings.kv_capacity_tokens or kv_capacity_tokens(
-            shape, gpu.memory, settings.engine_memory_share, config.engines.tensor, taken
+            shape, gpu.memory, settings.engine_memory_share, config.engines.tensor, trainer_bytes
         )
         costs = RooflineEngine(shape, gpu, settings.efficiency, config.engines.tensor, capacity)
     longest = config.sampling.max_new_tokens + settings.lengths.prompt_tokens
     if capacity < longest:
-        room = "simulate.kv_capacity_tokens"
+        remedy = "simulate.kv_capacity_tokens"
         if not (settings.cost_model or settings.kv_capacity_tokens):
             card, tensor = settings.gpu.name, config.engines.tensor
-            room = f"engines.tensor {tensor}, simulate.gpu.name {card} or {room}"
+            remedy = f"engines.tensor {tensor}, simulate.gpu.name {card} or {remedy}"
         raise UserError(
-            f"an engine holds {max(0, capacity)} tokens of KV, the longest response and its prompt "
-            f"are {longest} (sampling.max_new_tokens {config.sampling.max_new_tokens}): set a "
-            f"larger {room}"
+            f"the KV cache of an engine has space for {max(0, capacity)} tokens; the longest "
+            f"response with its prompt has {longest} (sampling.max_new_tokens is "
+            f"{config.sampling.max_new_tokens}). Set a larger {remedy}"
         )
     return costs
 
 
 def check_placement(config: SimulationConfig) -> None:
-    """Refuse what cannot be. Raises UserError."""
+    """Raise UserError if the schedule or the numbers of GPUs contradict `simulate.placement:
+    colocated`.
+
+    Colocated engines and trainer ranks share all GPUs, so they need equally many GPUs and cannot
+    work at the same time.
+    """
     if config.simulate.placement == "disaggregated":
         return
     if config.schedule.overlap:
         raise UserError(
-            f"schedule.overlap true (preset {config.schedule.preset}) needs simulate.placement "
-            "disaggregated, got colocated: the GPUs cannot generate and train at once"
+            f"simulate.placement is colocated and schedule.overlap is true (preset "
+            f"{config.schedule.preset}); shared GPUs cannot generate and train at the same time. "
+            "Set simulate.placement: disaggregated, or a preset without overlap"
         )
     engines = config.engines.count * config.engines.tensor
     if engines != config.parallel.ranks:
         raise UserError(
-            f"simulate.placement colocated needs as many engine GPUs (engines.count x "
-            f"engines.tensor = {engines}) as trainer GPUs (parallel.ranks {config.parallel.ranks})"
+            f"simulate.placement is colocated, but there are {engines} engine GPUs (engines.count "
+            f"x engines.tensor) and {config.parallel.ranks} trainer GPUs (parallel.ranks). "
+            "Set equal numbers"
         )
 
 
 def memory_of_trainer(
     config: SimulationConfig, shape: ModelShape, recompute: Recompute | None = None
 ) -> TrainerMemory:
-    """Estimate the memory of a trainer GPU, with `trainer.recompute` or with another setting."""
+    """Estimate the memory that the trainer needs on each GPU.
+
+    Args:
+        config: Settings of the run and the simulation.
+        shape: Shape of the model.
+        recompute: Value to assume for `trainer.recompute`; None for the value in `config`.
+    """
     longest = config.sampling.max_new_tokens + config.simulate.lengths.prompt_tokens
     return trainer_memory(
         shape,
@@ -105,13 +124,15 @@ def memory_of_trainer(
 def fitting_recompute(
     config: SimulationConfig, shape: ModelShape, memory_bytes: float
 ) -> Recompute | None:
-    """Return the `trainer.recompute` with the least work whose estimated peak fits into a GPU.
+    """Return the value of `trainer.recompute` that recomputes least and with which the trainer's
+    estimated peak memory fits into `simulate.trainer_memory_share` of a GPU's `memory_bytes`; None
+    if no value fits.
 
-    The only choice is the value that is set, or, in a simulation that leaves the trainer's state
-    beside the KV cache (no `simulate.offload`), `all`. On GPUs that engines share, the memory of a
-    paused engine stays free. Returns None if no choice fits.
+    If the configuration sets `trainer.recompute`, only that value is tried. If trainer and engines
+    share GPUs in the simulation and the trainer's state stays there (no `simulate.offload`), only
+    `all` is tried. On shared GPUs, the memory of a paused engine is subtracted first.
     """
-    room = config.simulate.trainer_memory_share * memory_bytes
+    limit = config.simulate.trainer_memory_share * memory_bytes
     layers, wanted = shape.layers // config.parallel.pipeline, config.trainer.recompute
     choices = by_work(shape, layers)
     if "recompute" in config.trainer.model_fields_set:
@@ -119,13 +140,14 @@ def fitting_recompute(
     elif config.simulate.placement == "colocated" and not config.simulate.offload:
         choices = ["all"]
     if "colocated" in (config.engines.placement, config.simulate.placement):
-        room -= PAUSED_ENGINE_BYTES
-    fitting = (c for c in choices if memory_of_trainer(config, shape, c).peak <= room)
+        limit -= PAUSED_ENGINE_BYTES
+    fitting = (c for c in choices if memory_of_trainer(config, shape, c).peak <= limit)
     return next(fitting, None)
 
 
 def trainer_costs(config: SimulationConfig) -> TrainerCosts:
-    """Return the trainer's cost model, with the `trainer.recompute` that a start would choose."""
+    """Return the trainer's cost model. If `trainer.recompute` is not set, the model uses the value
+    that the start of a run would choose."""
     shape, gpu = shape_of(config), gpu_of(config.simulate.gpu)
     recompute, stages = config.trainer.recompute, config.parallel.pipeline
     check_recompute(recompute, shape.layers // stages, stages)
@@ -144,7 +166,11 @@ def trainer_costs(config: SimulationConfig) -> TrainerCosts:
 
 
 def group_source(config: SimulationConfig) -> GroupSource:
-    """The responses of a run's prompts, drawn. Raises UserError for a bad length file."""
+    """Return the source that draws response lengths and rewards for each group of a run.
+
+    Raises:
+        UserError: The file `simulate.lengths.path` cannot be used.
+    """
     return GroupSource(
         config.simulate.lengths,
         config.simulate.reward,
@@ -155,7 +181,12 @@ def group_source(config: SimulationConfig) -> GroupSource:
 
 
 def episode_source(config: SimulationConfig) -> EpisodeSource | None:
-    """Episodes, drawn; None for responses without an environment. Raises UserError."""
+    """Return the source that draws the turns of each group's episodes; None if
+    `simulate.episode.turns` is not set, so that responses have no environment.
+
+    Raises:
+        UserError: The file `simulate.lengths.path` cannot be used.
+    """
     settings = config.simulate
     if settings.episode.turns is None:
         return None
@@ -169,7 +200,15 @@ def episode_source(config: SimulationConfig) -> EpisodeSource | None:
 
 
 def build_world(config: SimulationConfig, recorder: Recorder | None = None) -> World:
-    """Everything at time zero. Raises UserError for settings that do not fit together."""
+    """Create a simulated run at time 0 from its settings.
+
+    Args:
+        config: Settings of the run and the simulation.
+        recorder: Records the scheduler's events and actions; None to record nothing.
+
+    Raises:
+        UserError: Settings contradict each other, or a file cannot be used.
+    """
     check_placement(config)
     settings = config.simulate
     costs, max_running = engine_costs(config), config.engines.max_running_requests
@@ -181,7 +220,7 @@ def build_world(config: SimulationConfig, recorder: Recorder | None = None) -> W
         engines=[
             Engine(f"engine-{i}", costs, settings, max_running) for i in range(config.engines.count)
         ],
-        most_scorers=config.task.scorer_workers,
+        max_scorers=config.task.scorer_workers,
         trainer=trainer_costs(config),
         source=group_source(config),
         episodes=episodes,
@@ -190,7 +229,8 @@ def build_world(config: SimulationConfig, recorder: Recorder | None = None) -> W
 
 
 def simulate(config: SimulationConfig) -> Summary:
-    """Run `simulate.steps` batches and summarize those after the warm-up."""
+    """Simulate `simulate.steps` training steps, and return a summary of the steps after the first
+    `simulate.warmup_steps`."""
     world = build_world(config)
     world.run(config.simulate.steps)
     return world.statistics.summary(

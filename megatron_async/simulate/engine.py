@@ -1,25 +1,27 @@
-"""An engine of the simulation: a decode batch that is advanced from event to event.
+"""Models an inference engine as a decode batch that advances from event to event.
 
-All running requests advance together. `steps` counts decode steps as a real number; a request that
-joined at step j has floor(steps - j) tokens of this stint. Between two changes of the batch the KV
-cache grows by one token per request and step, so n steps take
+All running requests advance together. `steps` counts decode steps as a real number. A request that
+joined at step j has generated floor(steps - j) tokens in this stint, the time from its admission to
+its exit. Between two changes of the batch, the KV cache grows by one token per request and step, so
+n steps take
 
     n (fixed + per_kv kv) + per_kv batch n^2 / 2
 
-seconds (the continuous limit of the sum), which is solved for n or for time as needed.
+seconds (the continuous limit of the sum). The model solves this for n or for the time as needed.
 
 Invariants
-- Time only moves forward, and only through `advance`; everything else happens at that moment.
-- KV never passes the capacity: the newest requests are preempted before that, go to the head of
-  the queue and are prefilled again in full when there is room.
-- A request that is taken out loses the part of a token that it was at; whole tokens never get lost.
+- Time only moves forward, and only through `advance`; everything else happens at the current time.
+- KV never exceeds the capacity. Before it would, the newest requests are preempted: they go to the
+  head of the queue and are prefilled again in full when there is space.
+- A request that is removed loses the fraction of a token that it was generating, but no whole
+  token.
 - Prefill stops decoding for its duration. A prompt that a running request of the same group has in
   the cache is neither prefilled nor counted twice, unless older weights computed it: after an
-  update that keeps the cache, only those that run go on with what they have.
-- A token belongs to the version that the engine held when its decode step ended.
-- What an episode's turn has left in the cache stays there as long as running requests leave room,
-  the one used longest ago going first, and until the weights change. The next turn is prefilled
-  only where that does not hold its input.
+  update that keeps the cache, only requests that were running use the old entries.
+- A token belongs to the version that the engine served when its decode step ended.
+- The context of an episode's turn stays in the cache until the weights change or running requests
+  need the space; the least recently used context is evicted first. The next turn prefills only
+  tokens that are not in the cache.
 """
 
 import functools
@@ -32,21 +34,34 @@ from dataclasses import dataclass, field
 from megatron_async.config.simulate import SimulateConfig
 from megatron_async.simulate.engine_costs import EngineCosts
 
-_CLOSE = 1e-6
-"""Decode steps: far below one token, far above rounding."""
+_TOLERANCE = 1e-6
+"""Tolerance in decode steps: far below one token, far above rounding errors."""
 
 Tokens = list[tuple[int, int]]
-"""(policy number, tokens), oldest first."""
+"""Pairs (policy number, number of tokens) of consecutive spans of tokens, the oldest first."""
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """A trajectory, on an engine or between two of them.
+    """Trajectory as an engine sees it, while it is queued or running on an engine or waits for one.
 
-    `before`: tokens from earlier stints, `reported`: from this one as far as they were taken,
-    `written`: all of these by version. `prefixes`: which prefixes it shares (`Engine`). Of an
-    episode `before` counts the environment's tokens too, of which no engine has `unseen` ones.
-    While it runs: it `joined` at one decode step and is complete at another, `finish_at`.
+    A stint is the time from its admission to a batch to its exit.
+
+    Attributes:
+        trajectory_id: Id of the trajectory.
+        group_id: Id of its group, whose members share a prompt.
+        prompt: Number of prompt tokens.
+        before: Number of tokens behind the prompt from earlier stints; for an episode, with the
+            environment's tokens.
+        remaining: Number of tokens that this stint has to generate.
+        was_preempted: Whether the engine preempted the request since its submission.
+        joined: Engine's decode step at which the stint started.
+        finish_at: Engine's decode step at which the response, or the turn, is complete.
+        reported: Number of tokens of this stint that were taken with `Engine.take_tokens`.
+        prefixes: Value of `Engine.prefixes` at admission, which says with whom the prompt is
+            shared.
+        unseen: Number of the environment's tokens in `before` that no engine has prefilled yet.
+        written: All taken tokens by policy version.
     """
 
     trajectory_id: int
@@ -64,11 +79,13 @@ class SimulatedRequest:
 
     @property
     def tokens(self) -> int:
-        """All that were taken so far."""
+        """Number of tokens behind the prompt that are known so far: tokens from earlier stints and
+        tokens taken in this stint."""
         return self.before + self.reported
 
     def write(self, tokens: Tokens) -> None:
-        """Tokens of this stint were taken."""
+        """Append newly taken tokens to `written`, merging them with the last span if the policy
+        version is equal."""
         written = self.written
         version, count = tokens[0]
         if written and written[-1][0] == version:
@@ -78,7 +95,8 @@ class SimulatedRequest:
             written += tokens
 
     def end_stint(self) -> None:
-        """Close a stint: the tokens taken so far are what the request comes back with."""
+        """End the request's current stay in an engine's batch (stint): add the tokens taken in it
+        to `before`, and subtract them from `remaining`."""
         self.before += self.reported
         self.remaining -= self.reported
         self.reported = 0
@@ -86,7 +104,20 @@ class SimulatedRequest:
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Totals of an engine; seconds and tokens. `full_seconds`: busy, and a request waits for KV."""
+    """Totals of one engine since the start of the simulation.
+
+    Attributes:
+        busy_seconds: Seconds of decoding or prefilling.
+        full_seconds: Seconds in which a request waited for space in the KV cache.
+        slot_seconds: Sum over running requests of the seconds that they ran.
+        generated: Number of generated tokens, with fractions.
+        prefilled: Number of prefilled tokens.
+        resumed_prefill: Tokens that were prefilled again because a response was resumed.
+        preempted_prefill: Tokens that were prefilled again because a request was preempted.
+        updated_prefill: Tokens that were prefilled again because a weight update discarded the KV
+            cache.
+        preemptions: Number of preempted requests.
+    """
 
     busy_seconds: float = 0.0
     full_seconds: float = 0.0
@@ -101,10 +132,23 @@ class EngineCounters:
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """State of one engine; `stamp` changes with every forecast, so that old ones are void.
+    """Simulated inference engine: its queue, its running requests, its KV cache and its clock.
 
-    `settings` hold its rules of admission and preemption. What a decode step costs is kept.
-    `prefixes` counts the updates that kept the cache: prompts are shared since the last of them.
+    Attributes:
+        engine_id: Id of the engine.
+        costs: Cost model of decoding and prefill.
+        settings: Settings of the simulation, with the rules of admission and preemption.
+        max_running: Maximum number of running requests; None for no maximum.
+        now: Virtual time in seconds up to which the engine was advanced.
+        steps: Number of decode steps so far, with fractions.
+        kv: Number of tokens of running requests in the KV cache.
+        stall: Seconds of prefill that are still to be done before decoding continues.
+        paused: Whether the engine is paused for a weight update.
+        stamp: Number of the newest forecast; events of earlier forecasts are void.
+        prefixes: Number of updates that kept the cache; requests share a prompt only with requests
+            admitted since the last such update.
+        running: Running requests by trajectory id, the oldest first.
+        counters: Totals for the statistics.
     """
 
     engine_id: str
@@ -122,7 +166,7 @@ class Engine:
     counters: EngineCounters = field(default_factory=EngineCounters)
     _waiting: OrderedDict[int, SimulatedRequest] = field(default_factory=OrderedDict)
     _groups: dict[tuple[int, int], int] = field(default_factory=dict)
-    _keeps: bool = False
+    _cache_kept: bool = False
     _full: bool = False
     _cached: OrderedDict[int, int] = field(default_factory=OrderedDict)
     _finishing: list[tuple[float, int]] = field(default_factory=list)
@@ -137,7 +181,7 @@ class Engine:
     # ------------------------------------------------------------ time
 
     def advance(self, now: float) -> None:
-        """Let decoding and prefill go on until `now`."""
+        """Advance prefill and decoding of the running requests to the virtual time `now`."""
         elapsed = now - self.now
         self.now = now
         if self.paused or elapsed <= 0:
@@ -161,20 +205,27 @@ class Engine:
         counters.busy_seconds += elapsed
 
     def _steps_in(self, seconds: float) -> float:
-        """Positive root of n (fixed + per_kv kv) + per_kv batch n^2 / 2 = seconds."""
+        """Return the number of decode steps that the current batch does in `seconds`.
+
+        This is the positive root of n (fixed + per_kv kv) + per_kv batch n^2 / 2 = seconds.
+        """
         batch = len(self.running)
         fixed, per_kv = self._decode(batch)
         first = fixed + per_kv * self.kv
         return 2 * seconds / (first + math.sqrt(first**2 + 2 * per_kv * batch * seconds))
 
     def forecast(self) -> float | None:
-        """Return the time of the next event here: a completion, a full cache, a report."""
+        """Return the virtual time of this engine's next event (a completed request, a full KV cache
+        or a token report); None if the engine is paused or runs no request.
+
+        Earlier forecasts become void: `stamp` changes.
+        """
         self.stamp += 1
         self._target = (math.inf, 0.0)
         batch = len(self.running)
         if self.paused or not batch:
             return None
-        self._forget_gone()
+        self._discard_stale_completions()
         full_in = max(0.0, self.costs.kv_capacity_tokens - self.kv) / batch
         target = min(self._finishing[0][0], self._next_report, self.steps + full_in)
         steps = max(0.0, target - self.steps)
@@ -184,44 +235,55 @@ class Engine:
         self._target = (when, self.steps + steps)
         return when
 
-    # ------------------------------------------------------------ what happens by itself
+    # ------------------------------------------------------------ effects of time
 
     def completed(self) -> list[SimulatedRequest]:
-        """Requests that are complete now; they leave."""
+        """Remove the requests that have generated all their tokens by now from the batch, and
+        return them."""
         done = []
         if self._cached:
-            self._evict()  # now most of the cache is taken
-        while self._finishing and self._finishing[0][0] <= self.steps + _CLOSE:
+            # Running requests use most KV right before completed requests free theirs.
+            self._evict()
+        while self._finishing and self._finishing[0][0] <= self.steps + _TOLERANCE:
             _, trajectory_id = heapq.heappop(self._finishing)
             request = self.running.get(trajectory_id)
-            if request is not None and request.finish_at <= self.steps + _CLOSE:
-                self._leave(request)
+            if request is not None and request.finish_at <= self.steps + _TOLERANCE:
+                self._remove_running(request)
                 done.append(request)
         return done
 
-    def keep(self, request: SimulatedRequest) -> None:
-        """A turn has ended: what it leaves in the cache."""
+    def cache_turn(self, request: SimulatedRequest) -> None:
+        """Record that a turn of an episode is complete: end the request's stay in the batch, and
+        keep its context in the KV cache as far as running requests leave space."""
         request.end_stint()
         self._cached[request.trajectory_id] = request.before
         self._evict()
 
     def _evict(self) -> None:
-        room = self.costs.kv_capacity_tokens - self.kv
-        held = sum(self._cached.values())
-        while self._cached and held > room:
-            held -= self._cached.popitem(last=False)[1]
+        free = self.costs.kv_capacity_tokens - self.kv
+        cached = sum(self._cached.values())
+        while self._cached and cached > free:
+            cached -= self._cached.popitem(last=False)[1]
 
     def report_due(self) -> bool:
-        """Return whether running requests report their tokens now; once a chunk at most."""
-        if self.steps + _CLOSE < self._next_report:
+        """Return whether running requests report their new tokens now, which happens every
+        `simulate.chunk_tokens` decode steps; if so, schedule the next report."""
+        if self.steps + _TOLERANCE < self._next_report:
             return False
         self._next_report = self.steps + self.settings.chunk_tokens
         return True
 
     def preempt(self) -> list[tuple[SimulatedRequest, Tokens]]:
-        """Make room when the cache is full: the newest requests go back to the queue."""
+        """If the KV cache is full, move the newest running requests back to the head of the queue
+        until the others can decode for `simulate.retract_steps` steps.
+
+        At least one request keeps running.
+
+        Returns:
+            The preempted requests, each with its tokens that were not taken yet.
+        """
         capacity = self.costs.kv_capacity_tokens
-        if self.kv < capacity - _CLOSE * max(1, len(self.running)):
+        if self.kv < capacity - _TOLERANCE * max(1, len(self.running)):
             return []
         out = []
         while len(self.running) > 1:
@@ -229,7 +291,7 @@ class Engine:
                 break
             request = next(reversed(self.running.values()))
             written = self.take_tokens(request)
-            self._leave(request)
+            self._remove_running(request)
             request.end_stint()
             request.was_preempted = True
             self._waiting[request.trajectory_id] = request
@@ -239,27 +301,29 @@ class Engine:
         return out
 
     def take_tokens(self, request: SimulatedRequest) -> Tokens:
-        """Tokens since the last report, by version; the request has them as `written` from now."""
+        """Return the tokens that a running request has generated since the last call, by policy
+        version, and append them to `request.written`."""
         joined, first = request.joined, request.reported
-        generated = int(self.steps - joined + _CLOSE)
+        generated = int(self.steps - joined + _TOLERANCE)
         if generated > request.remaining:
             generated = request.remaining
         if generated <= first:
             return []
         request.reported = generated
-        began, version = self._switches[-1]
-        if began - joined + _CLOSE < first + 1:
-            tokens = [(version, generated - first)]  # nearly always: one version since then
+        switched_at, version = self._switches[-1]
+        if switched_at - joined + _TOLERANCE < first + 1:
+            tokens = [(version, generated - first)]  # the usual case: no update since then
         else:
             tokens = self._by_version(request, first, generated)
         request.write(tokens)
         return tokens
 
     def _by_version(self, request: SimulatedRequest, first: int, end: int) -> Tokens:
-        """Tokens `first` to `end` of this stint."""
+        """Return the tokens `first` to `end` of the request's current stint, grouped by the policy
+        version that generated them."""
         out: Tokens = []
-        for began, version in reversed(self._switches):
-            start = max(first, self._tokens_at(request, began))
+        for switched_at, version in reversed(self._switches):
+            start = max(first, self._tokens_at(request, switched_at))
             if start < end:
                 out.append((version, end - start))
                 end = start
@@ -269,44 +333,53 @@ class Engine:
         return out
 
     def _tokens_at(self, request: SimulatedRequest, steps: float) -> int:
-        done = int(steps - request.joined + _CLOSE)
+        done = int(steps - request.joined + _TOLERANCE)
         if done >= request.remaining:
             return request.remaining
         return done if done > 0 else 0
 
-    # ------------------------------------------------------------ what is done to it
+    # ------------------------------------------------------------ commands
 
     def submit(self, request: SimulatedRequest) -> None:
-        """Queue a request; `admit` lets it in."""
+        """Append a request to the engine's queue; `admit` starts queued requests."""
         request.was_preempted = False
         self._waiting[request.trajectory_id] = request
 
     def cancel(self, trajectory_ids: Iterable[int]) -> list[tuple[int, Tokens]]:
-        """Take requests out, each with the tokens not reported yet; without those not here."""
+        """Remove requests from the batch or the queue of this engine; skip trajectories that the
+        engine does not have.
+
+        Returns:
+            The id of each removed trajectory with its tokens that were not taken yet.
+        """
         running, waiting = self.running, self._waiting
         out: list[tuple[int, Tokens]] = []
-        gone = []
+        removed = []
         for trajectory_id in trajectory_ids:
             request = running.pop(trajectory_id, None)
             if request is not None:
                 out.append((trajectory_id, self.take_tokens(request)))
-                gone.append(request)
+                removed.append(request)
             elif waiting.pop(trajectory_id, None) is not None:
                 out.append((trajectory_id, []))
-        self._free(gone)
-        for request in gone:
+        self._free(removed)
+        for request in removed:
             request.end_stint()
         return out
 
     def admit(self) -> None:
-        """Let waiting requests in as far as KV and slots go."""
+        """Start queued requests in order until the KV cache or the maximum number of running
+        requests stops the next one.
+
+        An engine without running requests always starts its first queued request.
+        """
         if self.paused or not self._waiting:
             return
         settings, capacity = self.settings, self.costs.kv_capacity_tokens
         waiting, running, groups = self._waiting, self.running, self._groups
-        # No less than a preemption frees, or what was preempted would come straight back.
+        # At least what a preemption frees, or preempted requests would be admitted again at once.
         reserve = max(settings.admission_reserve_tokens, settings.retract_steps)
-        most = self.max_running or math.inf
+        limit = self.max_running or math.inf
         if not running:
             self._next_report = max(self._next_report, self.steps + settings.chunk_tokens)
         if self._cached:
@@ -317,7 +390,7 @@ class Engine:
             if (request.group_id, self.prefixes) not in groups:
                 needed += request.prompt
             full = self.kv + needed + reserve * count > capacity
-            if count > 1 and (full or count > most):
+            if count > 1 and (full or count > limit):
                 self._full = full
                 break
             self._enter(request, needed)
@@ -327,14 +400,21 @@ class Engine:
             running[request.trajectory_id] = request
 
     def _enter(self, request: SimulatedRequest, needed: int) -> None:
-        """Prefill what is not cached of the `needed` tokens of a request, which decodes then."""
+        """Add a request to the decode batch, and add the prefill time of its tokens that are not in
+        the KV cache to the engine's `stall`.
+
+        Args:
+            request: The request; `admit` adds it to `running`.
+            needed: Number of its tokens that no running request has in the cache; an earlier turn
+                of the same episode may have some of them in it.
+        """
         shared, before = (request.group_id, self.prefixes), request.before
         groups, counters = self._groups, self.counters
         groups[shared] = groups.get(shared, 0) + 1
         request.prefixes = self.prefixes
         self.kv += needed
         if self._cached and (cached := self._cached.pop(request.trajectory_id, 0)):
-            needed = before - cached  # the prompt is cached with it
+            needed = before - cached  # the cached context includes the prompt
         pairs = needed * (before + request.prompt - needed / 2)
         self.stall += self.costs.prefill(needed, pairs)
         counters.prefilled += needed
@@ -348,30 +428,31 @@ class Engine:
         request.reported = 0
         heapq.heappush(self._finishing, (finish_at, request.trajectory_id))
 
-    def _leave(self, request: SimulatedRequest) -> None:
+    def _remove_running(self, request: SimulatedRequest) -> None:
         del self.running[request.trajectory_id]
         self._free((request,))
 
-    def _free(self, gone: Iterable[SimulatedRequest]) -> None:
-        """The KV of requests that ran, and of prompts that no other member of a group runs with."""
+    def _free(self, removed: Iterable[SimulatedRequest]) -> None:
+        """Free the KV of requests that were removed from `running`, and the KV of prompts that no
+        other running request shares."""
         groups = self._groups
         if not self.running:
-            self.kv = 0.0  # no rounding error survives an idle moment
+            self.kv = 0.0  # discards rounding errors whenever the engine is idle
             groups.clear()
             self._finishing.clear()
             return
-        for request in gone:
+        for request in removed:
             done = self.steps - request.joined
             self.kv -= request.before + (done if done < request.remaining else request.remaining)
             shared = (request.group_id, request.prefixes)
-            left = groups[shared] - 1
-            if left:
-                groups[shared] = left
+            remaining = groups[shared] - 1
+            if remaining:
+                groups[shared] = remaining
             else:
                 del groups[shared]
                 self.kv -= request.prompt
 
-    def _forget_gone(self) -> None:
+    def _discard_stale_completions(self) -> None:
         finishing = self._finishing
         while True:
             at, trajectory_id = finishing[0]
@@ -381,9 +462,14 @@ class Engine:
             heapq.heappop(finishing)
 
     def pause(self, *, recompute: bool) -> None:
-        """Stop for a weight transfer; `recompute`: the KV of running requests is given up."""
+        """Pause the engine for a weight update.
+
+        Args:
+            recompute: Whether running requests lose their KV, which the engine then prefills again
+                before it continues decoding.
+        """
         self.paused = True
-        self._keeps = not recompute
+        self._cache_kept = not recompute
         if not recompute or not self.running:
             return
         tokens, pairs = 0, 0.0
@@ -396,12 +482,12 @@ class Engine:
         self.counters.updated_prefill += tokens
 
     def resume(self) -> None:
-        """Generation goes on."""
+        """Continue generation after a weight update."""
         self.paused = False
 
     def load(self, version: int) -> None:
-        """Other weights from now on."""
-        if self._keeps:
+        """Serve policy version `version` from now on, and evict the kept contexts of episodes."""
+        if self._cache_kept:
             self.prefixes += 1
         self._cached.clear()
         self._switches.append((self.steps, version))

@@ -1,9 +1,10 @@
-"""Cost of an engine's work: decode steps, prefill, KV memory. A roofline, or a measured table.
+"""Cost models of an engine: seconds of decode steps and prefill, from a roofline or from a measured
+table.
 
 Invariants
-- For a fixed batch a decode step's time is linear in the KV tokens that are read:
-  `seconds = fixed + per_kv_token * kv_tokens`. The simulator relies on it: n steps of a batch whose
-  KV grows by `batch` tokens a step then take a closed-form time.
+- For a fixed batch, the time of a decode step is linear in the KV tokens that are read: `seconds =
+  fixed + per_kv_token * kv_tokens`. The simulator relies on this: then n steps of a batch whose KV
+  grows by `batch` tokens a step take a time with a closed formula.
 - Costs are pure functions.
 
 The roofline of one decode step of `batch` requests on an engine of TP size P:
@@ -13,9 +14,11 @@ The roofline of one decode step of `batch` requests on an engine of TP size P:
     + 2 layers all-reduces of batch x hidden bf16 (P > 1)                    tensor parallelism
     + decode_overhead_seconds
 
-GEMMs share one pass over the weights, attention is bound by memory (Williams et al. 2009 for the
-model; Pope et al., arXiv 2211.05102, for the terms). Prefill of tokens with contexts c_i:
-(2 active parameters tokens + attention pairs x 4 layers heads head_dim) / (P F e_p).
+BW is the memory bandwidth and F the peak FLOP/s of one GPU; e_m, e_d and e_p are the shares of them
+that are reached (`simulate.efficiency`: `memory_bandwidth`, `decode_flops`, `prefill_flops`). GEMMs
+share one pass over the weights; attention is bound by memory (Williams et al. 2009 for the model;
+Pope et al., arXiv 2211.05102, for the terms). Prefill of tokens with contexts c_i takes (2 active
+parameters tokens + attention pairs x 4 layers heads head_dim) / (P F e_p).
 """
 
 from dataclasses import dataclass
@@ -37,7 +40,8 @@ FORMAT_VERSION = 1
 def all_reduce_seconds(
     size: float, ranks: int, bandwidth: float, efficiency: EfficiencyConfig
 ) -> float:
-    """Ring all-reduce of `size` bytes: 2 (P - 1) / P of them over the link, plus its latency."""
+    """Return the seconds of a ring all-reduce of `size` bytes over `ranks` GPUs: the fixed latency,
+    and 2 (P - 1) / P of the bytes over the link; 0 for one GPU."""
     if ranks == 1:
         return 0.0
     moved = 2 * (ranks - 1) / ranks * size
@@ -46,7 +50,16 @@ def all_reduce_seconds(
 
 @dataclass(frozen=True)
 class RooflineEngine:
-    """The roofline of the module's docstring."""
+    """Cost model of an engine by the roofline in the module's docstring, from public figures of
+    model and GPU.
+
+    Attributes:
+        shape: Shape of the model.
+        gpu: Peak rates of the GPU.
+        efficiency: Shares of the peak rates that are reached, and overheads.
+        tensor: Tensor-parallel size.
+        kv_capacity_tokens: Number of tokens that fit into the KV cache.
+    """
 
     shape: ModelShape
     gpu: Gpu
@@ -55,7 +68,8 @@ class RooflineEngine:
     kv_capacity_tokens: int
 
     def decode(self, batch: int) -> tuple[float, float]:
-        """Seconds of a decode step of `batch` requests: (fixed, per KV token read)."""
+        """Return the seconds of one decode step of `batch` requests by the roofline, as a pair:
+        fixed seconds, and seconds per KV token that is read."""
         e, gpu, shape = self.efficiency, self.gpu, self.shape
         bandwidth = self.tensor * gpu.memory_bandwidth * e.memory_bandwidth
         flops = self.tensor * gpu.flops * e.decode_flops
@@ -68,9 +82,11 @@ class RooflineEngine:
         return fixed, shape.kv_bytes_per_token / bandwidth
 
     def prefill(self, tokens: int, token_pairs: float) -> float:
-        """Seconds to prefill `tokens`; `token_pairs` = sum over them of the keys they attend to.
+        """Return the seconds to prefill `tokens` tokens by the roofline.
 
-        0 tokens: all of the prompt is cached, and what a request costs anyway is left.
+        Args:
+            tokens: Number of tokens; 0 if the whole prompt is in the cache.
+            token_pairs: Sum over the tokens of the number of keys that each attends to.
         """
         shape = self.shape
         rate = self.tensor * self.gpu.flops * self.efficiency.prefill_flops
@@ -80,10 +96,19 @@ class RooflineEngine:
 
 @dataclass(frozen=True)
 class MeasuredEngine:
-    """A table of measured decode steps: a line over KV tokens at each batch, linear in between.
+    """Cost model of an engine from measurements: for each measured batch size, the time of a decode
+    step as a linear function of its KV tokens.
 
-    Beyond the largest measured batch the last two lines are continued, below the smallest the
-    first is used.
+    Between two measured batch sizes the values are interpolated. Beyond the largest size they are
+    extrapolated from the last two, and below the smallest size the first is used.
+
+    Attributes:
+        batches: Measured batch sizes, ascending.
+        fixed: Fixed seconds of a decode step at each batch size.
+        per_kv_token: Seconds per KV token that is read, at each batch size.
+        prefill_fixed: Seconds that a request costs besides its decode steps, for an empty prefill.
+        prefill_per_token: Seconds per prefilled token.
+        kv_capacity_tokens: Number of tokens that fit into the KV cache.
     """
 
     batches: tuple[int, ...]
@@ -94,7 +119,8 @@ class MeasuredEngine:
     kv_capacity_tokens: int
 
     def decode(self, batch: int) -> tuple[float, float]:
-        """See `RooflineEngine`."""
+        """Return the seconds of one decode step of `batch` requests by the measurements, as a pair:
+        fixed seconds, and seconds per KV token that is read."""
         per_kv_token = max(0.0, self._between(batch, self.per_kv_token))
         return self._between(batch, self.fixed), per_kv_token
 
@@ -106,8 +132,13 @@ class MeasuredEngine:
         return values[-1] + slope * (batch - known[-1])
 
     def prefill(self, tokens: int, token_pairs: float) -> float:
-        """See `RooflineEngine`."""
-        del token_pairs  # contained in what was measured
+        """Return the measured seconds to prefill `tokens` tokens: the fixed cost of a request, and
+        a cost per token.
+
+        For 0 tokens, when the whole prompt is in the cache, only the fixed cost remains.
+        `token_pairs` is ignored.
+        """
+        del token_pairs  # the measured cost per token includes attention
         return self.prefill_fixed + self.prefill_per_token * tokens
 
 
@@ -115,26 +146,41 @@ EngineCosts: TypeAlias = RooflineEngine | MeasuredEngine
 
 
 def read_engine_costs(path: Path) -> MeasuredEngine:
-    """A cost model as `profile-engine` writes it. Raises UserError naming what does not fit."""
+    """Read a cost model from the YAML file that `profile-engine` wrote.
+
+    Raises:
+        UserError: The file is not a cost model, has another format version, or has invalid values.
+    """
     what = f"simulate.cost_model {path}"
     data = parse_yaml(read_text(path, what), what)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise UserError(f"simulate.cost_model {path} is not a cost model (no format: {FORMAT})")
+        raise UserError(
+            f"simulate.cost_model {path} is not a cost model: it has no line 'format: {FORMAT}'"
+        )
     if data.get("format_version") != FORMAT_VERSION:
         raise UserError(
-            f"simulate.cost_model {path} has format_version {data.get('format_version')}, this "
-            f"program reads {FORMAT_VERSION}"
+            f"simulate.cost_model {path} has format_version {data.get('format_version')}; this "
+            f"program reads only {FORMAT_VERSION}"
         )
     try:
         return fit_engine_costs(data)
     except (LookupError, TypeError, ArithmeticError, ValueError) as error:
-        raise UserError(f"simulate.cost_model {path} does not fit: {error!r}") from error
+        raise UserError(
+            f"simulate.cost_model {path} has missing or invalid values: {error!r}"
+        ) from error
 
 
 def fit_engine_costs(data: dict[str, Any]) -> MeasuredEngine:
-    """Least-squares lines through the measurements. Raises KeyError, TypeError or ValueError.
+    """Fit least-squares lines through the measurements of a cost-model file; return the resulting
+    cost model.
 
-    A batch that was measured at one KV size only gets the slope of the largest batch that has one.
+    A batch size that was measured with only one number of KV tokens gets the slope of the largest
+    batch size that has a slope.
+
+    Raises:
+        KeyError: A field is missing.
+        TypeError: A field has the wrong type.
+        ValueError: A value is invalid.
     """
     points: dict[int, list[tuple[float, float]]] = {}
     for row in data["decode"]:
@@ -142,7 +188,7 @@ def fit_engine_costs(data: dict[str, Any]) -> MeasuredEngine:
             (float(row["kv_tokens"]), float(row["seconds"]))
         )
     if not points or min(points) < 1:
-        raise ValueError("decode must hold measurements of batches of at least 1")
+        raise ValueError("decode has no measurements, or a batch is less than 1")
     lines = {batch: _line(rows) for batch, rows in sorted(points.items())}
     slopes = [slope for _, slope in lines.values() if slope is not None]
     default = slopes[-1] if slopes else 0.0
@@ -169,7 +215,8 @@ def fit_engine_costs(data: dict[str, Any]) -> MeasuredEngine:
 
 
 def _line(points: list[tuple[float, float]]) -> tuple[float, float | None]:
-    """Intercept and (not negative) slope; no slope when all points have one abscissa."""
+    """Return intercept and slope of the least-squares line through `points`; a negative slope is
+    replaced by 0, and the slope is None if all points have the same x."""
     x, y = np.array(points, dtype=np.float64).T
     spread = x - x.mean()
     if not np.any(spread):

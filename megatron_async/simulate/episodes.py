@@ -1,9 +1,9 @@
-"""Episodes of the simulation: turns, observations and the seconds of tools, drawn.
+"""Draws simulated episodes: the number of turns, their observations, responses and tool times.
 
 Invariants
-- Group number g of a seed always has the same episodes, whatever was asked before.
-- An episode whose next turn would not fit into an engine's KV cache ends, as a live one does whose
-  context is full.
+- Group g of a seed always has the same episodes, whatever other groups were drawn before.
+- An episode whose next turn would not fit into an engine's KV cache ends, as a live episode ends
+  when its context is full.
 """
 
 from __future__ import annotations
@@ -17,12 +17,19 @@ from megatron_async.config.simulate import LengthConfig, SimulatedEpisodeConfig
 from megatron_async.simulate.engine import SimulatedRequest
 from megatron_async.simulate.lengths import length_at_score
 
-_STREAM = 1  # of random numbers, beside that of responses
+_STREAM = 1
+"""Part of the random seed that separates episodes from the responses of `GroupSource`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTurn:
-    """The tokens that the environment sends, the answer's, and the tool's seconds after it."""
+    """One turn of a simulated episode.
+
+    Attributes:
+        observation: Number of tokens that the environment sends.
+        tokens: Number of tokens of the policy's response.
+        seconds: Time that the environment takes to reply to the response.
+    """
 
     observation: int
     tokens: int
@@ -31,9 +38,14 @@ class SimulatedTurn:
 
 @dataclass(slots=True, eq=False)
 class Response(SimulatedRequest):
-    """A simulated trajectory and its reward; an episode has `plan` and is at `turn`.
+    """Simulated trajectory with its reward; for an episode, also with its turns.
 
-    `call` counts what its environment was asked, so that a reply to an earlier life is known.
+    Attributes:
+        reward: Reward of the trajectory.
+        plan: Turns of the episode; empty for a response without an environment.
+        turn: Index of the current turn; -1 before the first turn.
+        call: Number of calls of the environment and of restarts, by which a reply from before a
+            restart is recognized and ignored.
     """
 
     reward: float = 0.0
@@ -42,23 +54,25 @@ class Response(SimulatedRequest):
     call: int = 0
 
     def restart(self) -> None:
-        """Back to the prompt."""
+        """Discard all tokens of the trajectory, so that it starts again from its prompt."""
         self.remaining += self.before
         self.before = self.reported = 0
         self.written = []
         self.turn = -1
         self.call += 1
 
-    def next_turn(self, most: int) -> bool:
-        """The environment has replied: the next turn's input; False where the episode ends.
+    def next_turn(self, max_tokens: int) -> bool:
+        """Start the episode's next turn, after the environment has replied; return False if the
+        episode ends instead.
 
-        Prompt, context and answer are at most `most` tokens.
+        An episode ends after its last turn, or if prompt, context and the next response would
+        exceed `max_tokens` tokens.
         """
         if self.turn + 1 == len(self.plan):
             return False
         coming = self.plan[self.turn + 1]
         grown = self.before + coming.observation
-        if self.turn >= 0 and self.prompt + grown + coming.tokens > most:
+        if self.turn >= 0 and self.prompt + grown + coming.tokens > max_tokens:
             return False
         self.turn += 1
         self.before, self.remaining, self.unseen = grown, coming.tokens, coming.observation
@@ -66,17 +80,17 @@ class Response(SimulatedRequest):
 
     @property
     def generated(self) -> int:
-        """The policy's tokens."""
+        """Number of tokens that the policy has generated for this trajectory."""
         return sum(count for _, count in self.written)
 
     @property
     def tool_seconds(self) -> float:
-        """The environment's time for its next reply."""
+        """Seconds that the environment takes for its next reply."""
         return self.plan[max(0, self.turn)].seconds
 
 
 class EpisodeSource:
-    """Episodes of groups."""
+    """Draws the episodes of each group from the random seed of a run."""
 
     def __init__(
         self,
@@ -87,7 +101,18 @@ class EpisodeSource:
         longest: int,
         seed: int,
     ) -> None:
-        """`longest` cuts answers. Raises UserError when a length file cannot be used."""
+        """Prepare to draw episodes.
+
+        Args:
+            settings: Distribution of turns, observations and tool times.
+            lengths: Distribution of the length of a response.
+            group_size: Number of episodes of a group.
+            longest: Maximum number of tokens of a response.
+            seed: Random seed.
+
+        Raises:
+            UserError: A length file cannot be used.
+        """
         self._settings = settings
         self._size = group_size
         self._longest = longest
@@ -95,7 +120,7 @@ class EpisodeSource:
         self._length_at = length_at_score(lengths, longest)
 
     def group(self, number: int) -> list[list[SimulatedTurn]]:
-        """The turns of each member of group `number`."""
+        """Draw the turns of each episode of group `number`."""
         rng = np.random.default_rng([self._seed, _STREAM, number])
         return [self._episode(rng) for _ in range(self._size)]
 

@@ -1,9 +1,9 @@
-"""Accelerators: public data-sheet figures, and the one that a configuration means.
+"""Provides public data-sheet figures of accelerators, and the figures that a configuration selects.
 
 Sources: NVIDIA's data sheets of A100 80GB SXM, H100 SXM5, H800 SXM5, H200 SXM, B200 (HGX), L40S and
-RTX A6000; dense (not sparse) bfloat16 rates; NVLink is half of the quoted bidirectional figure.
-The network is what DGX systems of that generation have per GPU (A100: 200 Gb/s, H100 on: 400 Gb/s;
-PCIe cards: 100 Gb/s, assumed). GPUs without NVLink have PCIe's figure.
+RTX A6000; dense (not sparse) bfloat16 rates; NVLink is half of the quoted bidirectional figure. The
+network is what DGX systems of that generation have per GPU (A100: 200 Gb/s, H100 and later: 400
+Gb/s; PCIe cards: 100 Gb/s, assumed). For GPUs without NVLink, the figure of PCIe is used.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,16 @@ from megatron_async.config.simulate import GpuConfig, GpuName
 
 @dataclass(frozen=True)
 class Gpu:
-    """Peak rates in FLOP/s, bytes and bytes/s; links in one direction."""
+    """Peak figures of one GPU.
+
+    Attributes:
+        flops: Dense bfloat16 rate in FLOP/s.
+        memory: Memory in bytes.
+        memory_bandwidth: Memory bandwidth in bytes/s.
+        nvlink: Bandwidth to another GPU of the node in one direction, in bytes/s.
+        network: Bandwidth to another node in one direction, in bytes/s.
+        pcie: Bandwidth to host memory in one direction, in bytes/s.
+    """
 
     flops: float
     memory: float
@@ -40,7 +49,8 @@ DATA_SHEETS: Final = MappingProxyType[GpuName, Gpu](
 
 
 def gpu_of(config: GpuConfig) -> Gpu:
-    """The data sheet's figures, with those of the configuration over them."""
+    """Return the figures of the configured GPU: those of its data sheet, replaced by figures that
+    the configuration sets."""
     sheet = DATA_SHEETS[config.name]
 
     def figure(own: float | None, unit: float, default: float) -> float:

@@ -1,29 +1,32 @@
-"""Response lengths and rewards of simulated groups, drawn once and the same for every schedule.
+"""Reads, draws and fits response lengths, and draws rewards, of simulated groups; they are the same
+for every schedule.
 
-Lengths are drawn from a distribution, or recorded: in a run directory, or in a file of an export
-or another program. Such a file is a JSON list, one number a line, or JSONL whose objects hold
-`response_length`, `response_ids`, or `segments` (the lines of `export/trajectories.jsonl`: tokens
-that the environment wrote are not counted). Where an object has `finish_reason`, `length` is a
-response that was cut, and null is one that never ended (it was dropped before).
+Lengths are drawn from a distribution, or from recorded lengths: in a run directory, or in a file of
+an export or another program. Such a file is a JSON list, or has one number per line, or is JSONL
+whose objects have `response_length`, `response_ids` or `segments` (the lines of
+`export/trajectories.jsonl`; tokens that the environment wrote are not counted). If an object has
+`finish_reason`, the value `length` marks a response that was cut, and null marks a response that
+never ended (its trajectory was dropped before).
 
-`fit_lengths` fits long-tailed distributions to recorded lengths, by maximum likelihood. A response
-that was cut (or dropped before its end) shows only that it would have been longer: it
-is censored, and enters the likelihood by its survival function. Taken at face value, cut responses
-would make the tail, which is what asynchrony is about, look short.
+`fit_lengths` fits long-tailed distributions to recorded lengths by maximum likelihood. A response
+that was cut (or dropped before its end) shows only that it would have been longer: it is censored,
+and enters the likelihood by its survival function. Taken at face value, cut responses would make
+the tail look short, and the tail is what asynchrony is about.
 
 Invariants
-- Group number g of a seed always has the same lengths and rewards, whatever was asked before.
+- Group g of a seed always has the same lengths and rewards, whatever other groups were drawn
+  before.
 - Lengths are integers in 1..`longest`.
-- Correlation within a prompt comes from a Gaussian copula: z_i = sqrt(rho) z_prompt +
-  sqrt(1 - rho) z_i', and a length is the distribution's quantile at Phi(z_i), so that every
-  distribution keeps its marginal.
-- Lines are read one by one and only their lengths are kept: an export may be larger than the
-  memory. (A JSON list is read whole.)
-- Of a run's own export, what is behind the last committed removal is left out, as a run that goes
-  on, or one that was killed, may have a torn line there.
+- Correlation within a prompt comes from a Gaussian copula: z_i = sqrt(rho) z_prompt + sqrt(1 - rho)
+  z_i', and a length is the distribution's quantile at Phi(z_i), so that every distribution keeps
+  its marginal.
+- Lines are read one by one and only their lengths are kept, because an export may be larger than
+  the memory. (A JSON list is read as a whole.)
+- In a run's own export, lines after the last committed removal are ignored, because a running or
+  killed run may have left an incomplete line there.
 - A fit is pure: lengths and flags in, parameters out; the same data give the same fits.
-- Both families are fitted as they are drawn from here: log-normal by median and sigma, Weibull by
-  scale and shape.
+- Both families are fitted with the parameters with which lengths are drawn: log-normal by median
+  and sigma, Weibull by scale and shape.
 """
 
 import math
@@ -47,20 +50,26 @@ from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.types import FinishReason
 
 MEDIAN_SHARE = 0.25
-"""Median of the responses over the longest one, where it is not set."""
+"""Default median length of responses, as a share of the longest possible response."""
 WEIBULL_SHARE = 1 / 3
-"""Scale of Weibull's distribution over the longest response, where it is not set."""
-_LONGEST = 1e15  # tokens; beyond it floats skip whole numbers
+"""Default scale of the Weibull distribution, as a share of the longest possible response."""
+_LONGEST = 1e15
+"""Upper limit of a length in tokens; much larger floats cannot represent every integer."""
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Lengths in tokens, whether the response would have been longer, and whether it ended, [n].
+    """Recorded response lengths, with two flags for each response; all arrays have the shape [n].
 
-    What was cut at the length limit has ended; what was dropped before has not. Both would have
-    been longer.
+    A response that was cut at the length limit has ended. A response that was dropped before its
+    end has not. Both are censored.
+
+    Attributes:
+        lengths: Lengths in tokens.
+        censored: Whether the response would have been longer.
+        ended: Whether the response ended.
     """
 
     lengths: Array
@@ -68,7 +77,8 @@ class Recorded:
     ended: Flags
 
     def cut_at(self, limit: float) -> "Recorded":
-        """The same when every response of `limit` tokens or more was cut there."""
+        """Return these lengths as if every response of `limit` tokens or more had been cut at
+        `limit` tokens."""
         reached = self.lengths >= limit
         return Recorded(
             np.minimum(self.lengths, limit), self.censored | reached, self.ended | reached
@@ -76,56 +86,71 @@ class Recorded:
 
 
 def read_lengths(path: Path) -> Array:
-    """Read lengths of responses that ended. Raises UserError naming the file and the entry."""
+    """Read the lengths in tokens of the responses that ended, from the file or run directory
+    `path`.
+
+    Raises:
+        UserError: The file cannot be used; the message names the file and the entry.
+    """
     sample = read_recorded(path, "simulate.lengths.path")
     if not sample.ended.any():
-        raise UserError(f"simulate.lengths.path {path} holds no response that ended")
+        raise UserError(f"simulate.lengths.path {path} has no response that ended")
     return sample.lengths[sample.ended]
 
 
 def read_recorded(path: Path, setting: str) -> Recorded:
-    """All lengths of a file. Raises UserError naming the setting, the file and the entry.
+    """Read all response lengths in the file or run directory `path`; skip unfinished responses
+    without tokens.
 
-    An unfinished response without any token is left out.
+    Args:
+        path: The file or directory.
+        setting: Name of the setting or argument that named `path`, for error messages.
+
+    Raises:
+        UserError: The file cannot be used; the message names the setting, the file and the entry.
     """
     if path.is_dir():
         return _of_run(path, setting)
     lengths, censored, ended = array("d"), bytearray(), bytearray()
     for number, entry in enumerate(_entries(path, setting), start=1):
-        (tokens, short_repr), ending = _length(entry), _ending(entry)
+        (tokens, shown), ending = _length(entry), _ending(entry)
         unstarted = tokens == 0 and ending is None
         if tokens is None or not (tokens >= 1 or unstarted):
-            raise UserError(f"{setting} {path}: entry {number} is not a length: {short_repr}")
+            raise UserError(f"{setting} {path}: entry {number} is not a length: {shown}")
         if not unstarted:
             lengths.append(tokens)
             censored.append(ending in (None, "length"))
             ended.append(ending is not None)
     if not lengths:
-        raise UserError(f"{setting} {path} holds no length")
+        raise UserError(f"{setting} {path} has no length of a response")
     return Recorded(
         np.array(lengths), np.array(censored).astype(bool), np.array(ended).astype(bool)
     )
 
 
 def _of_run(path: Path, setting: str) -> Recorded:
-    """Read the responses in a run's store and in its export. UserError when there are none."""
+    """Read the response lengths of a run from its store and its export.
+
+    Raises:
+        UserError: The run has no response yet.
+    """
     directory, _ = RunDirectory.find(path, [], setting)
     with closing(StoreReader(directory.store_file)) as reader, reader.at_one_moment():
         found = [s for s in (*reader.summaries(), *export.summaries(reader)) if s.tokens]
     if not found:
-        raise UserError(f"{setting} {path}: the run has no response yet")
+        raise UserError(f"{setting} {path}: the run has not generated any response yet")
     ended = np.array([s.finish_reason is not None for s in found])
     cut = np.array([s.finish_reason is FinishReason.LENGTH for s in found])
     return Recorded(np.array([float(s.tokens) for s in found]), cut | ~ended, ended)
 
 
 def _entries(path: Path, setting: str) -> Iterator[Any]:
-    committed, place, seen = _committed_bytes(path), 0, False
+    committed, position, seen = _committed_bytes(path), 0, False
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                place += len(line)
-                if place > committed:
+                position += len(line)
+                if position > committed:
                     return
                 if not line.strip():
                     continue
@@ -140,7 +165,7 @@ def _entries(path: Path, setting: str) -> Iterator[Any]:
         run = path.absolute().parent.parent
         hint = ""
         if RunDirectory(run).config_file.exists():
-            hint = f"; the run has exported nothing yet, name its directory instead: {run}"
+            hint = f"; the run has exported nothing yet. Name its directory instead: {run}"
         raise UserError(f"{setting} {path} cannot be read: {error.strerror}{hint}") from error
 
 
@@ -152,7 +177,8 @@ def _parsed(text: bytes, where: str) -> Any:
 
 
 def _committed_bytes(path: Path) -> float:
-    """Return how far `path` may be read: no limit, unless it is the export of a run."""
+    """Return the number of bytes of file `path` that may be read: those before the last committed
+    removal if the file is the export of a run, otherwise infinity."""
     store = RunDirectory(path.absolute().parent.parent).store_file
     if not has_store(store):
         return math.inf
@@ -161,12 +187,14 @@ def _committed_bytes(path: Path) -> float:
 
 
 def _length(entry: Any) -> tuple[float | None, object]:
-    """The tokens that were generated (None: this is no length), and what a refusal shows."""
+    """Return the number of tokens that the policy generated in an entry of a length file, and the
+    text that an error message shows for the entry; the number is None if the entry has no valid
+    length."""
     found = entry
     if isinstance(entry, dict):
         known = [(name, count) for name, count in _FORMS.items() if name in entry]
         if not known:
-            return None, f"it has none of {', '.join(_FORMS)}"
+            return None, f"the object has none of the keys {', '.join(_FORMS)}"
         name, count = known[0]
         found = count(entry[name])
     if isinstance(found, bool) or not isinstance(found, int | float):
@@ -193,10 +221,11 @@ _FORMS: dict[str, Callable[[Any], Any]] = {
 
 
 _BLOCK = 1024
+"""Number of groups that are drawn at once."""
 
 
 class GroupSource:
-    """Groups in order; `lengths(g)` and `rewards(g)` have one entry per member."""
+    """Draws response lengths and rewards of each group from the random seed of a run."""
 
     def __init__(
         self,
@@ -207,7 +236,18 @@ class GroupSource:
         longest: int,
         seed: int,
     ) -> None:
-        """`longest` cuts responses. Raises UserError when a length file cannot be used."""
+        """Prepare to draw groups.
+
+        Args:
+            lengths: Distribution of response lengths.
+            reward: Distribution of rewards.
+            group_size: Number of responses of a group.
+            longest: Maximum number of tokens of a response.
+            seed: Random seed.
+
+        Raises:
+            UserError: A length file cannot be used.
+        """
         self._reward = reward
         self._correlation = lengths.prompt_correlation
         self._size = group_size
@@ -217,12 +257,14 @@ class GroupSource:
         self._blocks: dict[int, tuple[list[list[int]], list[list[float]]]] = {}
 
     def group(self, number: int) -> tuple[list[int], list[float]]:
-        """Lengths in tokens and rewards (0 or 1) of group `number`."""
-        block, place = divmod(number, _BLOCK)
+        """Return the lengths in tokens and the rewards (0 or 1) of the members of group
+        `number`."""
+        block, index = divmod(number, _BLOCK)
         if block not in self._blocks:
-            self._blocks = {block: self._draw(block)}  # groups are asked for in order
+            # Groups are requested in order, so earlier blocks are not needed again.
+            self._blocks = {block: self._draw(block)}
         lengths, rewards = self._blocks[block]
-        return lengths[place], rewards[place]
+        return lengths[index], rewards[index]
 
     def _draw(self, block: int) -> tuple[list[list[int]], list[list[float]]]:
         rng = np.random.default_rng([self._seed, block])
@@ -237,9 +279,11 @@ class GroupSource:
 
 
 def length_at_score(config: LengthConfig, longest: int) -> Callable[[Array], Array]:
-    """Return the function from a standard normal's z to the uncut length of that quantile.
+    """Return the function that maps standard normal values z to response lengths in tokens: to the
+    quantile of the length distribution at Phi(z), before any cut.
 
     Args:
+        config: The length distribution.
         longest: `sampling.max_new_tokens`, from which a median or scale that is not set follows.
     """
     median = config.median or MEDIAN_SHARE * longest
@@ -262,16 +306,22 @@ def _normal_cdf(z: Array) -> Array:
 
 
 _SMALLEST_SAMPLE = 10
-_MOST_EXTRAPOLATED = 10.0  # fitted median over the longest response of a sample
+"""Minimum number of responses that ended without being cut."""
+_MOST_EXTRAPOLATED = 10.0
+"""Largest accepted ratio of the fitted median to the longest recorded response."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted family; `settings` are those of `simulate.lengths` besides `distribution`.
+    """Distribution family fitted to recorded lengths.
 
-    `log_likelihood` is comparable between the fits of one sample. `distance` is the largest
-    difference between the fitted distribution function and the product-limit estimate
-    (Kaplan-Meier) of the sample's.
+    Attributes:
+        distribution: Name of the family.
+        settings: Its parameters, named as settings of `simulate.lengths`.
+        log_likelihood: Log-likelihood of the recorded lengths; comparable between fits of the same
+            lengths.
+        distance: Largest difference between the fitted distribution function and the product-limit
+            estimate (Kaplan-Meier) of the recorded lengths' distribution function.
     """
 
     distribution: str
@@ -281,19 +331,24 @@ class Fit:
 
 
 def fit_lengths(sample: Recorded) -> list[Fit]:
-    """The families, the more likely one first. Raises UserError for a sample without a fit."""
+    """Fit a log-normal and a Weibull distribution to recorded lengths; return both fits, the more
+    likely one first.
+
+    Raises:
+        UserError: The lengths do not determine a fit.
+    """
     whole = sample.lengths[~sample.censored]
     if len(whole) < _SMALLEST_SAMPLE:
         raise UserError(
-            f"lengths cannot be fitted to {len(whole)} responses that ended by themselves "
-            f"(of {len(sample.lengths)}); at least {_SMALLEST_SAMPLE} are needed"
+            f"cannot fit lengths: {len(whole)} of {len(sample.lengths)} responses ended without "
+            f"being cut; at least {_SMALLEST_SAMPLE} are needed"
         )
     if whole.min() == whole.max():
         raise UserError(
-            f"lengths cannot be fitted: all {len(whole)} responses that ended by themselves have "
-            f"{whole[0]:g} tokens; use simulate.lengths.distribution constant"
+            f"cannot fit lengths: all {len(whole)} responses that ended without being cut have "
+            f"{whole[0]:g} tokens. Use simulate.lengths.distribution: constant"
         )
-    from scipy import stats  # its import takes most of a second
+    from scipy import stats  # imported here because its import takes most of a second
 
     logs, largest = np.log(whole), float(sample.lengths.max())
     data = stats.CensoredData.right_censored(sample.lengths / largest, sample.censored)
@@ -302,8 +357,9 @@ def fit_lengths(sample: Recorded) -> list[Fit]:
     shape, _, scale = stats.weibull_min.fit(data, 1.0, floc=0, scale=start)
     if median > _MOST_EXTRAPOLATED:
         raise UserError(
-            f"lengths cannot be fitted: {int(sample.censored.sum())} of {len(sample.lengths)} "
-            "responses were cut, which is too many"
+            f"cannot fit lengths: {int(sample.censored.sum())} of {len(sample.lengths)} responses "
+            "were cut or never ended, so that the fitted median is more than "
+            f"{_MOST_EXTRAPOLATED:g} times the longest recorded response"
         )
     median, scale = median * largest, scale * largest
     lognormal, weibull = stats.lognorm(sigma, scale=median), stats.weibull_min(shape, scale=scale)
@@ -315,7 +371,8 @@ def fit_lengths(sample: Recorded) -> list[Fit]:
 
 
 def _fit(family: str, settings: dict[str, float], sample: Recorded, fitted: Any) -> Fit:
-    """Compare a fitted distribution with the sample."""
+    """Compute the log-likelihood and the distance of a fitted distribution to the recorded
+    lengths."""
     from scipy import stats
 
     likelihood = fitted.logpdf(sample.lengths[~sample.censored]).sum()

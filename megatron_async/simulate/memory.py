@@ -1,12 +1,14 @@
-"""GPU memory: KV cache of an engine; state, activations and optimizer step of a trainer rank.
+"""Estimates GPU memory: KV cache of an engine; state, activations and optimizer step of a trainer
+rank.
 
-Sources: mixed precision with fp32 main gradients and a distributed optimizer, 2 + 4 + 12 / DP bytes
-a parameter (Megatron-core; Rajbhandari et al., arXiv 1910.02054); activations as in
+Sources: mixed precision with fp32 main gradients and a distributed optimizer takes 2 + 4 + 12 / DP
+bytes a parameter (Megatron-core; Rajbhandari et al., arXiv 1910.02054); activations are counted in
 `recomputation`. On a GPU, torch's Adam computes the square roots of all second moments of a group
-at once (`torch.optim.adam`, `_multi_tensor_adam`); those of Apex and Transformer Engine, one kernel
-each, do not.
+at once (`torch.optim.adam`, `_multi_tensor_adam`), which takes memory; the Adam of Apex and of
+Transformer Engine, each a single kernel, do not.
 
-tests/config/test_stage_memory.py compares the sum with the storages that the trainer's code makes.
+tests/config/test_stage_memory.py compares the sum with the storages that the trainer's code
+creates.
 """
 
 from dataclasses import dataclass
@@ -16,20 +18,27 @@ from megatron_async.models.shape import BF16, ModelShape
 from megatron_async.simulate.recomputation import kept_bytes
 
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
-"""Of a parameter: bf16, fp32, and fp32 master weights with two moments of Adam."""
+"""Bytes per parameter: bf16 weight; fp32 gradient; fp32 master weight and Adam's two moments."""
 STEP_BYTES = 4
-"""Of a parameter of the optimizer's part, while it makes its step: the root of a second moment."""
+"""Bytes of each parameter of a rank's share of the optimizer during its step: the square root of
+the second moment."""
 LOGIT_BYTES = 8
-"""float32 logits and their gradient of the chunk whose logits exist at once."""
+"""Bytes of a float32 logit and its gradient, for the chunk of tokens whose logits exist at once."""
 PAUSED_ENGINE_BYTES = 5e9
-"""Memory of a paused engine on a shared GPU: CUDA context, graphs, workspaces (assumed)."""
+"""Bytes of a paused engine on a shared GPU: CUDA context, graphs, workspaces (assumed)."""
 COMMUNICATOR_BYTES = 1 << 30
-"""NCCL's buffers of a group that weights come by, with NVLS."""
+"""NCCL's buffers of the process group over which an engine receives weights, with NVLS."""
 
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Bytes of a trainer's GPU: always there, and in the two parts of an update beside it."""
+    """Estimated memory of one trainer GPU in bytes.
+
+    Attributes:
+        state: Weights, gradients and optimizer state, which exist all the time.
+        activations: Additional bytes during forward and backward passes.
+        optimizer_step: Additional bytes during the optimizer's step.
+    """
 
     state: float
     activations: float
@@ -37,7 +46,8 @@ class TrainerMemory:
 
     @property
     def peak(self) -> float:
-        """Activations are gone when the optimizer makes its step."""
+        """Peak memory in bytes: the state, and either the activations or the buffers of the
+        optimizer's step, which never exist at the same time."""
         return self.state + max(self.activations, self.optimizer_step)
 
 
@@ -51,7 +61,18 @@ def trainer_memory(
     recompute: Recompute,
     expert: int = 1,
 ) -> TrainerMemory:
-    """Memory of a mean stage with the activations of the first; arguments as below."""
+    """Estimate the memory of a trainer GPU: the state of a mean pipeline stage, with the
+    activations of the first stage.
+
+    Args:
+        shape: Shape of the model.
+        layout: Numbers of ranks and of parallel shards.
+        sharded: Whether data-parallel ranks split the optimizer state.
+        microbatch_tokens: Number of tokens of a microbatch.
+        logit_tokens: Number of tokens whose logits exist at once.
+        recompute: Value of `trainer.recompute`.
+        expert: See `trainer_state_bytes`.
+    """
     _, stepped = _parameters(shape, layout, sharded, expert)
     activations = activation_bytes(
         shape,
@@ -67,19 +88,25 @@ def trainer_memory(
 def trainer_state_bytes(
     shape: ModelShape, layout: ParallelConfig, *, sharded: bool, expert: int = 1
 ) -> float:
-    """Weights, main gradients and this rank's part of the optimizer state.
+    """Return the bytes of the weights, main gradients and optimizer state on one trainer GPU.
 
-    `sharded`: data-parallel ranks split the optimizer's state. `expert`: ranks that share a layer's
-    experts; whole experts, over tensor and data ranks. 1 = every rank has its tensor share of them,
-    which is what the planner looks for. Muon's state is counted as Adam's, which has one moment
-    more.
+    Muon's state is counted like Adam's, which has one moment more.
+
+    Args:
+        shape: Shape of the model.
+        layout: Numbers of ranks and of parallel shards.
+        sharded: Whether data-parallel ranks split the optimizer state.
+        expert: Number of ranks, over tensor and data ranks, that share a layer's experts, each with
+            whole experts. With 1, every rank has its tensor-parallel share of all experts, which
+            the planner assumes.
     """
     held, stepped = _parameters(shape, layout, sharded, expert)
     return held * (WEIGHT_BYTES + GRADIENT_BYTES) + stepped * OPTIMIZER_BYTES
 
 
 def offloaded_bytes(shape: ModelShape, layout: ParallelConfig, *, sharded: bool) -> float:
-    """Part of `trainer_state_bytes` that is copied to host memory; gradients are freed."""
+    """Return the bytes of one trainer GPU's state that an offload copies to host memory: weights
+    and optimizer state. Gradients are freed instead."""
     held, stepped = _parameters(shape, layout, sharded, expert=1)
     return held * WEIGHT_BYTES + stepped * OPTIMIZER_BYTES
 
@@ -87,7 +114,8 @@ def offloaded_bytes(shape: ModelShape, layout: ParallelConfig, *, sharded: bool)
 def _parameters(
     shape: ModelShape, layout: ParallelConfig, sharded: bool, expert: int
 ) -> tuple[float, float]:
-    """Parameters that a rank of a mean stage holds, and those that its optimizer has."""
+    """Return the number of parameters on a rank of a mean pipeline stage, and the number of
+    parameters that the rank's optimizer updates."""
     experts: float = shape.mlp_parameters * shape.experts if expert > 1 else 0
     dense = (shape.parameters - experts) / (layout.tensor * layout.pipeline)
     experts /= layout.pipeline * expert
@@ -98,7 +126,8 @@ def _parameters(
 
 
 def checkpoint_bytes(shape: ModelShape) -> float:
-    """Bytes of one checkpoint; Muon's is counted as Adam's here too."""
+    """Return the estimated bytes of one checkpoint: master weights and Adam's moments. Muon's state
+    is counted like Adam's."""
     return OPTIMIZER_BYTES * shape.parameters
 
 
@@ -110,7 +139,8 @@ def activation_bytes(
     logit_tokens: int,
     recompute: Recompute,
 ) -> float:
-    """Return the activations of the first stage, which holds the most microbatches (1F1B)."""
+    """Return the bytes of activations and logits on a GPU of the first pipeline stage, which stores
+    the most microbatches in the 1F1B schedule."""
     tokens = microbatch_tokens / layout.context
     per_unit = tokens * shape.hidden / layout.tensor
     in_flight = layout.pipeline
@@ -120,11 +150,13 @@ def activation_bytes(
 
 
 def update_bytes(shape: ModelShape, bucket_bytes: int, stages: int) -> float:
-    """Bytes on an engine's GPU beside weights and KV cache, in an update from `stages` senders.
+    """Return the bytes that a weight update needs on an engine's GPU in addition to weights and KV
+    cache, if `stages` pipeline stages send the weights.
 
-    Two buckets are held (`weight_sync/prefetch.py`), of which one is the head where that is
-    larger than a bucket. One sender alone sends the embedding first and the head last: both have
-    its size. Each sender has a group of its own.
+    The engine stores two buckets at a time (`weight_sync/prefetch.py`). One of them is the output
+    head if that is larger than a bucket. A single sender sends the embedding first and the head
+    last, and both have the head's size. Each sender has a separate process group with its own
+    buffers.
     """
     largest = max(bucket_bytes, BF16 * shape.head_parameters)
     other = largest if stages == 1 and not shape.tied else bucket_bytes
@@ -134,11 +166,18 @@ def update_bytes(shape: ModelShape, bucket_bytes: int, stages: int) -> float:
 def kv_capacity_tokens(
     shape: ModelShape, memory: float, share: float, tensor: int, taken_by_trainer: float
 ) -> int:
-    """Tokens of KV that one engine holds; 0 or less = the weights alone do not fit.
+    """Return the number of tokens that fit into the KV cache of one engine; 0 or less if the
+    weights alone do not fit.
 
-    `taken_by_trainer` is per GPU, for engines that share their GPUs with a trainer.
+    Args:
+        shape: Shape of the model.
+        memory: Memory of a GPU in bytes.
+        share: Share of that memory that weights and KV cache may take.
+        tensor: Tensor-parallel size of the engine.
+        taken_by_trainer: Bytes of each GPU that a trainer on the same GPUs occupies; 0 if there is
+            none.
     """
-    # Fewer KV heads than TP ranks are replicated.
+    # If there are fewer KV heads than TP ranks, each KV head is replicated.
     copies = max(1, tensor // shape.kv_heads)
-    left = tensor * (memory * share - taken_by_trainer) - BF16 * shape.parameters
-    return int(left // (shape.kv_bytes_per_token * copies))
+    free = tensor * (memory * share - taken_by_trainer) - BF16 * shape.parameters
+    return int(free // (shape.kv_bytes_per_token * copies))

@@ -1,4 +1,4 @@
-"""Output of `megatron-async plan`: a table and a block of YAML."""
+"""Formats the output of `megatron-async plan`: a table of plans, and the best plan as YAML."""
 
 from typing import Any
 
@@ -22,9 +22,14 @@ _MORE_COLUMNS = ("memory", "recompute", "estimated s", "engine idle", "trainer i
 
 
 def plan_table(plan: RankedPlans, *, wide: bool = False) -> Table:
-    """Return the plans as a table, best first; `wide`: every column."""
+    """Return a table of the simulated plans, the best plan first.
+
+    Args:
+        plan: The plans.
+        wide: Whether to include every column.
+    """
     columns = _COLUMNS + _MORE_COLUMNS if wide else _COLUMNS
-    out = Table(title=f"best of {plan.considered} plans; within 2 %, the simplest first")
+    out = Table(title=f"best of {plan.considered} plans; within 2 % the simplest comes first")
     for name in columns:
         out.add_column(name, justify="right")
     for candidate in plan.candidates:
@@ -48,7 +53,7 @@ def plan_table(plan: RankedPlans, *, wide: bool = False) -> Table:
 
 
 def plan_yaml(candidate: Candidate) -> str:
-    """Return the settings of a plan as YAML for the file of a run."""
+    """Return the settings of a plan as YAML text to paste into the file of a run."""
     layout, config = candidate.trainer.layout, candidate.config
     nodes = -(-layout.ranks // config.simulate.gpus_per_node)
     sections: dict[str, dict[str, Any]] = {
@@ -74,7 +79,7 @@ def plan_yaml(candidate: Candidate) -> str:
     if config.simulate.placement == "colocated":
         sections["weights"] = {"transport": "tensor"}
         if candidate.refused:
-            comment = "# A run refuses engines that share GPUs over several nodes today.\n"
+            comment = "# A run refuses engines that share the GPUs of several nodes.\n"
     lines = (
         f"{name}: {yaml.safe_dump(values, default_flow_style=True, sort_keys=False, width=1000)}"
         for name, values in sections.items()

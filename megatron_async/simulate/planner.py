@@ -1,24 +1,29 @@
-"""`megatron-async plan`: how to use so many GPUs for a model, schedules and response lengths.
+"""Implements `megatron-async plan`: finds out how to use a number of GPUs for a model, schedules
+and response lengths.
 
-1. Every schedule that is asked for is tried with engines on separate GPUs and, if it does not
-   overlap generation with training, with engines that share all GPUs with an offloaded trainer.
-   A `simulate.placement` that is set is the only one.
-2. Every split of the GPUs, every TP of the engines and every TP x PP of the trainer that fits into
-   memory is estimated in closed form. Unless `trainer.recompute` is set, each trainer layout
-   recomputes as little as fits; all layers where trainer and engines share GPUs without offloading.
-3. The best trainer layout of each trainer size and the best TP of each engine size are combined.
-   The best combinations are simulated, which gives the order, the step time and the lag.
+1. Each requested schedule is tried with engines on separate GPUs. A schedule that does not overlap
+   generation with training is also tried with engines that share all GPUs with an offloaded
+   trainer. If `simulate.placement` is set, only that placement is tried.
+2. A closed formula estimates every split of the GPUs, every TP of the engines and every TP x PP of
+   the trainer that fits into memory. Unless `trainer.recompute` is set, each trainer layout
+   recomputes as little as fits; where trainer and engines share GPUs without offloading, it
+   recomputes all layers.
+3. The best trainer layout of each trainer size is combined with the best TP of each engine size.
+   The best combinations are simulated, which gives the order of the plans, the step time and the
+   lag.
 
-Plans whose speeds differ by at most 2 % count as equally fast; the simpler layout then comes first,
-which is the one with fewer pipeline stages and, of equal ones, the smaller TP.
+Plans whose speeds differ by at most 2 % count as equally fast. Of these the simpler layout comes
+first: the layout with fewer pipeline stages, then the layout with the smaller TP.
 
-N' is the smallest number of requests in flight with 95 % of the generation speed that any N' within
-the KV cache has (a larger one only adds lag), and never more than the lag bound allows.
+The number of requests in flight (`schedule.concurrency`, written N') is the smallest number with 95
+% of the best generation speed within the KV cache, because a larger one only adds lag. It never
+exceeds what the lag bound allows.
 
-The estimate: generation takes tokens / (b / decode step time at b requests an engine), and where a
-step's end gives up the KV of running requests, their prefill; the KV of a running request is its
-prompt and the mean number of tokens generated so far, E[L^2] / (2 E[L]) by renewal theory. Training
-as in `trainer_costs`. With overlap a step takes the longer of the two, else their sum.
+The estimate: generation takes tokens / (b / decode step time at b requests an engine). Where the
+end of a step discards the KV of running requests, their prefill is added. The KV of a running
+request is its prompt and the mean number of tokens generated so far, E[L^2] / (2 E[L]) by renewal
+theory. Training is estimated as in `trainer_costs`. With overlap a step takes the longer of
+generation and training, otherwise their sum.
 """
 
 import math
@@ -48,21 +53,34 @@ from megatron_async.simulate.statistics import Summary
 
 _SIZES = (1, 2, 4, 8, 16)
 ENOUGH_THROUGHPUT = 0.95
-"""Share of the largest throughput at which N' is not raised further."""
+"""Share of the largest throughput at which N', the number of requests in flight, is not raised
+further."""
 _KEPT = 3
-"""Trainer layouts and TP sizes that are combined when the GPUs can be split in one way only."""
+"""Number of the best trainer layouts, and of the best engine TP sizes, that are combined if there
+is only one split of the GPUs."""
 _TIE = 0.02
-"""Plans within this share of the best speed are as fast: the steps of a simulation vary by it."""
-_MOST_LARGER = 16  # times the GPUs that were asked for
-"""Factors of `simulate.gpus` that are tried where nothing fits."""
+"""Plans whose speed is within this share of the best speed count as equally fast, because the
+simulated step time varies by about as much."""
+_MOST_LARGER = 16
+"""Largest multiple of the requested number of GPUs that is tried if no plan fits."""
 _MOST_REMEDIES = 3
+"""Maximum number of remedies that the error message names."""
 KV_FILL = 0.92
-"""Share of the KV cache that N' may fill on average."""
+"""Share of the KV cache that N' requests in flight may fill on average."""
 
 
 @dataclass(frozen=True)
 class TrainerPlan:
-    """A trainer layout that fits."""
+    """Trainer layout that fits into GPU memory, with its estimated costs.
+
+    Attributes:
+        layout: Numbers of ranks and of parallel shards.
+        recompute: Value of `trainer.recompute`.
+        seconds: Estimated time of training on one batch.
+        memory: Estimated peak memory of one GPU in bytes.
+        fixed_memory: Bytes that stay on a GPU while engines generate; 0 if the trainer is
+            offloaded.
+    """
 
     layout: ParallelConfig
     recompute: Recompute
@@ -72,13 +90,21 @@ class TrainerPlan:
 
     @property
     def complexity(self) -> tuple[int, int]:
-        """Pipeline stages and TP: of equally fast layouts the smallest is taken."""
+        """Numbers of pipeline stages and of tensor-parallel shards; of equally fast layouts the
+        planner prefers the smallest pair."""
         return self.layout.pipeline, self.layout.tensor
 
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """Engines that hold the model."""
+    """Engines whose memory suffices for the model and the longest response.
+
+    Attributes:
+        count: Number of engines.
+        tensor: Tensor-parallel size of each engine.
+        concurrency: Number of requests in flight on all engines together.
+        seconds: Estimated time to generate one batch.
+    """
 
     count: int
     tensor: int
@@ -88,12 +114,15 @@ class EnginePlan:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A whole plan, as it was estimated.
+    """Complete plan: trainer, engines and schedule, with estimated and simulated results.
 
     Attributes:
-        step_seconds: estimated time of a step.
-        response_tokens: tokens generated for a step.
-        summary: result of the simulation; None before it.
+        trainer: Trainer layout.
+        engines: Number, size and concurrency of the engines.
+        step_seconds: Estimated time of a step.
+        response_tokens: Number of tokens generated for a step.
+        config: Settings with which the plan is simulated.
+        summary: Result of the simulation; None before the simulation.
     """
 
     trainer: TrainerPlan
@@ -105,12 +134,13 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, int]:
-        """Pipeline stages and TP of the trainer's layout."""
+        """Numbers of pipeline stages and of tensor-parallel shards of the trainer."""
         return self.trainer.complexity
 
     @property
     def refused(self) -> bool:
-        """Return whether a run refuses it today: engines that share the GPUs of several nodes."""
+        """Whether a real run refuses this plan, because its engines share the GPUs of several nodes
+        with the trainer."""
         settings = self.config.simulate
         shared = settings.placement == "colocated"
         return shared and self.trainer.layout.ranks > settings.gpus_per_node
@@ -121,12 +151,14 @@ P = TypeVar("P", TrainerPlan, Candidate)
 
 @dataclass(frozen=True)
 class RankedPlans:
-    """Simulated plans, the best first.
+    """Simulated plans, the best plan first.
 
     Attributes:
-        considered: number of plans that were estimated.
-        unusable: messages about schedules that do not fit the other settings, or the GPUs.
-        accepted: the nearest settings that a run accepts, if it refuses every plan.
+        candidates: The plans.
+        considered: Number of plans that were estimated.
+        unusable: Messages about schedules that contradict other settings or need more GPUs.
+        accepted: If a run refuses the best plan, the nearest number of GPUs with a plan that a run
+            accepts, as a setting; empty otherwise, or if no number is found.
     """
 
     candidates: list[Candidate]
@@ -137,7 +169,13 @@ class RankedPlans:
 
 @dataclass(frozen=True)
 class _Workload:
-    """A batch as drawn from the length distribution. `kv_tokens`: of a running request."""
+    """Work of one batch, drawn from the length distribution.
+
+    Attributes:
+        sequences: Number of tokens of each sequence that is trained on.
+        response_tokens: Number of tokens that the policy generates for the batch.
+        kv_tokens: Mean number of tokens that a running request has in the KV cache.
+    """
 
     sequences: list[int]
     response_tokens: int
@@ -145,15 +183,18 @@ class _Workload:
 
 
 def make_plan(settings: Mapping[str, Any], top: int, presets: Sequence[str] = ()) -> RankedPlans:
-    """Search, and simulate the best plans.
+    """Estimate all plans for a number of GPUs, simulate the best ones, and return the simulated
+    plans.
 
     Args:
-        settings: the file's, with overrides, not yet checked.
-        top: number of plans to simulate; at least one of each schedule is.
-        presets: schedules to compare; empty for the file's own, or for all if it names none.
+        settings: Settings of the file with overrides, not validated yet.
+        top: Number of plans to simulate; at least one plan of each schedule and placement is
+            simulated.
+        presets: Schedules to compare; empty for the schedule of the file, or for all if it names
+            none.
 
     Raises:
-        UserError: nothing fits; the message names the nearest settings that fit.
+        UserError: No plan fits; the message names the nearest settings that fit.
     """
     settings = dict(settings)
     config = _unplaced(settings)
@@ -172,7 +213,9 @@ def make_plan(settings: Mapping[str, Any], top: int, presets: Sequence[str] = ()
 
 
 def _larger(settings: dict[str, Any], variants: Sequence[Sequence[str]], gpus: int) -> str:
-    """Return the smallest number of GPUs that fits and that a run accepts, as a setting."""
+    """Return the smallest larger number of GPUs with a plan that fits and that a run accepts, as
+    text: a setting and the estimated step time; empty if up to `_MOST_LARGER` times as many GPUs do
+    not suffice."""
     step = min(gpus, _unplaced(settings).simulate.gpus_per_node)
     for count in range(gpus + step, _MOST_LARGER * gpus + 1, step):
         found = [c for variant in variants for c in _candidates(_with(settings, variant), count)]
@@ -183,7 +226,8 @@ def _larger(settings: dict[str, Any], variants: Sequence[Sequence[str]], gpus: i
 
 
 def _unplaced(settings: dict[str, Any]) -> SimulationConfig:
-    """Return the settings with the smallest layout, which is valid for every number of GPUs."""
+    """Return the validated settings with the smallest trainer and engine layout, which is valid for
+    every number of GPUs."""
     return build_simulation(_with_layout(settings, ParallelConfig(), EnginePlan(1, 1, 8, 0.0)))
 
 
@@ -194,9 +238,11 @@ def _with(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
 def _variants(
     settings: dict[str, Any], presets: Sequence[str]
 ) -> tuple[list[list[str]], list[str]]:
-    """Return overrides for every schedule with every placement, and the unusable schedules.
+    """Return the overrides for every schedule with every placement to try, and messages about the
+    schedules that cannot be used.
 
-    Raises UserError if a schedule that was asked for by name does not fit the other settings.
+    Raises:
+        UserError: A schedule that was requested by name contradicts other settings.
     """
     recipe = settings.get("algorithm", {}).get("recipe")
     named = settings.get("schedule", {}).get("preset") or recipe
@@ -210,8 +256,8 @@ def _variants(
             overlap = config.schedule.overlap
             if overlap and config.simulate.placement == "colocated":
                 raise UserError(
-                    f"schedule.overlap true (preset {config.schedule.preset}) needs "
-                    "simulate.placement disaggregated, got colocated"
+                    f"simulate.placement is colocated; schedule.overlap true (preset "
+                    f"{config.schedule.preset}) needs simulate.placement: disaggregated"
                 )
         except UserError as error:
             if not every:
@@ -226,7 +272,8 @@ def _variants(
 
 
 def _to_simulate(by_variant: Sequence[Sequence[Candidate]], top: int) -> list[Candidate]:
-    """Choose the best estimate of each variant, then the best of all others, `top` in all."""
+    """Choose the plans to simulate: the best estimated plan of each schedule and placement
+    (variant), then the best of the other plans, up to `top` in total."""
     ordered = [_simplest_first(found, _seconds_per_token) for found in by_variant if found]
     firsts = sorted((found[0] for found in ordered), key=_seconds_per_token)
     others = sorted((c for found in ordered for c in found[1:]), key=_seconds_per_token)
@@ -234,7 +281,7 @@ def _to_simulate(by_variant: Sequence[Sequence[Candidate]], top: int) -> list[Ca
 
 
 def _simplest_first(plans: Sequence[P], seconds: Callable[[P], float]) -> list[P]:
-    """Sort by speed, but equally fast plans (within `_TIE`) by complexity."""
+    """Sort plans by speed, but plans within `_TIE` of the best speed by their complexity."""
     limit = min(map(seconds, plans), default=0.0) / (1 - _TIE)
 
     def order(plan: P) -> tuple[Any, ...]:
@@ -249,15 +296,17 @@ def _seconds_per_token(candidate: Candidate) -> float:
     return candidate.step_seconds / candidate.response_tokens
 
 
-def _nothing_fits(settings: dict[str, Any], asked: Sequence[Sequence[str]], gpus: int) -> str:
-    """Return the message that names the nearest settings with which something fits.
+def _nothing_fits(settings: dict[str, Any], tried: Sequence[Sequence[str]], gpus: int) -> str:
+    """Return the error message that no plan fits, with the nearest settings that would fit.
 
     Args:
-        asked: overrides for each schedule with which nothing fits.
+        settings: Settings of the file with overrides, not validated yet.
+        tried: Overrides of each schedule and placement that was tried without success.
+        gpus: Number of GPUs that was tried.
     """
-    config = _unplaced(_with(settings, asked[0]))
-    schedules = {_unplaced(_with(settings, variant)).schedule.preset: None for variant in asked}
-    larger = _larger(settings, asked, gpus)
+    config = _unplaced(_with(settings, tried[0]))
+    schedules = {_unplaced(_with(settings, variant)).schedule.preset: None for variant in tried}
+    larger = _larger(settings, tried, gpus)
     remedies = [(False, 1, 0.0, larger)] if larger else []
     own = {k: v for k, v in settings.get("simulate", {}).items() if k != "placement"}
     variants, _ = _variants({**settings, "simulate": own}, ["all"])
@@ -267,21 +316,23 @@ def _nothing_fits(settings: dict[str, Any], asked: Sequence[Sequence[str]], gpus
         if best is not None:
             text = f"{' '.join(variant)} ({best.step_seconds:.0f} s a step)"
             if best.refused:
-                text += ", which a run over several nodes refuses today"
+                text += ", which a real run on several nodes refuses"
             remedies.append((best.refused, len(variant), _seconds_per_token(best), text))
     remedy = "choose a larger simulate.gpu.name"
     if remedies:
         nearest = [text for *_, text in sorted(remedies)[:_MOST_REMEDIES]]
         remedy = f"these settings fit: {'; or '.join(nearest)}"
     return (
-        f"nothing fits: simulate.gpus {gpus} of {config.simulate.gpu.name} cannot hold trainer and "
-        f"engines of {shape_of(config).parameters / 1e9:.1f} B parameters with schedule.preset "
-        f"{', '.join(schedules)}, simulate.placement {config.simulate.placement}; {remedy}"
+        f"no plan fits: simulate.gpus is {gpus} ({config.simulate.gpu.name}); their memory is too "
+        f"small for trainer and engines of {shape_of(config).parameters / 1e9:.1f} B parameters "
+        f"with schedule.preset {', '.join(schedules)} and simulate.placement "
+        f"{config.simulate.placement}; {remedy}"
     )
 
 
 def ranked(tried: Sequence[Candidate]) -> list[Candidate]:
-    """Sort by speed; of those that are as fast as the best, by simplicity, then by lag.
+    """Sort simulated plans by speed; sort plans that are as fast as the best plan by complexity,
+    then by mean lag.
 
     Plans that a run refuses come last.
     """
@@ -300,7 +351,8 @@ def ranked(tried: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _gpus(settings: Mapping[str, Any], config: SimulationConfig) -> int:
-    """`simulate.gpus`, or as many as the file's own layout has; one node where it has none."""
+    """Return the number of GPUs to plan for: `simulate.gpus`, or as many as the file's own layout
+    uses, or one node if the file has no layout."""
     if config.simulate.gpus is not None:
         return config.simulate.gpus
     layout = {**settings.get("parallel", {}), **settings.get("engines", {})}
@@ -313,7 +365,8 @@ def _gpus(settings: Mapping[str, Any], config: SimulationConfig) -> int:
 
 
 def _candidates(settings: dict[str, Any], gpus: int) -> Iterator[Candidate]:
-    """Yield the estimated plans of one schedule and placement on so many GPUs."""
+    """Yield the plans of one schedule and placement that fit on `gpus` GPUs, with their
+    estimates."""
     config = _unplaced(settings)
     workload = _workload(config)
     splits = _splits(config, gpus)
@@ -340,7 +393,8 @@ def _candidate(
 
 
 def _splits(config: SimulationConfig, gpus: int) -> list[tuple[int, int]]:
-    """Trainer and engine GPUs: whole nodes when there are more than two, else any number."""
+    """Return the numbers of trainer and engine GPUs to try: whole nodes if there are more than two
+    nodes, otherwise any numbers. Shared GPUs count for both."""
     settings = config.simulate
     if settings.placement == "colocated":
         return [(gpus, gpus)]
@@ -369,7 +423,8 @@ def _workload(config: SimulationConfig) -> _Workload:
 
 
 def _trainers(config: SimulationConfig, workload: _Workload, gpus: int) -> list[TrainerPlan]:
-    """Return the layouts that fit, fastest first; of equally fast ones the simplest first."""
+    """Return the trainer layouts that fit into memory, the fastest first, and of equally fast
+    layouts the simplest first."""
     shape, gpu = shape_of(config), gpu_of(config.simulate.gpu)
     plans = []
     for tensor in _tensor_sizes(config, gpus):
@@ -394,28 +449,45 @@ def _trainers(config: SimulationConfig, workload: _Workload, gpus: int) -> list[
 def _engines(
     config: SimulationConfig, workload: _Workload, gpus: int, trainer: TrainerPlan
 ) -> list[EnginePlan]:
-    """TP sizes that hold the model and the longest response, fastest first."""
-    taken = trainer.fixed_memory if config.simulate.placement == "colocated" else 0.0
+    """Return the engine plans whose memory suffices for the model and the longest response, the
+    fastest first.
+
+    There is one plan for each possible tensor-parallel size.
+    """
+    trainer_bytes = trainer.fixed_memory if config.simulate.placement == "colocated" else 0.0
     found = (
-        _engine_plan(config, workload, gpus // tensor, tensor, taken)
+        _engine_plan(config, workload, gpus // tensor, tensor, trainer_bytes)
         for tensor in _tensor_sizes(config, gpus)
     )
     return sorted((plan for plan in found if plan is not None), key=lambda plan: plan.seconds)
 
 
 def _tensor_sizes(config: SimulationConfig, gpus: int) -> list[int]:
-    """TP sizes that divide heads and GPUs, within a node."""
+    """Return the tensor-parallel sizes that divide the attention heads and `gpus` and fit into one
+    node."""
     heads, most = shape_of(config).heads, config.simulate.gpus_per_node
     return [n for n in _SIZES if n <= most and heads % n == 0 and gpus % n == 0]
 
 
 def _engine_plan(
-    config: SimulationConfig, workload: _Workload, count: int, tensor: int, taken: float
+    config: SimulationConfig, workload: _Workload, count: int, tensor: int, trainer_bytes: float
 ) -> EnginePlan | None:
-    """Engines of this TP with the N' that suffices; None where the longest response has no room."""
+    """Return a plan for `count` engines of tensor-parallel size `tensor`, with the smallest
+    sufficient number of requests in flight; None if the KV cache is too small for the longest
+    response.
+
+    Args:
+        config: Settings of the run and the simulation.
+        workload: Work of one batch.
+        count: Number of engines.
+        tensor: Tensor-parallel size of each engine.
+        trainer_bytes: Bytes of each GPU that the trainer occupies while engines generate.
+    """
     settings = config.simulate
     shape, gpu = shape_of(config), gpu_of(settings.gpu)
-    capacity = kv_capacity_tokens(shape, gpu.memory, settings.engine_memory_share, tensor, taken)
+    capacity = kv_capacity_tokens(
+        shape, gpu.memory, settings.engine_memory_share, tensor, trainer_bytes
+    )
     if capacity < config.sampling.max_new_tokens + settings.lengths.prompt_tokens:
         return None
     costs = RooflineEngine(shape, gpu, settings.efficiency, tensor, capacity)
@@ -428,9 +500,11 @@ def _engine_plan(
 
 
 def sufficient_concurrency(config: SimulationConfig) -> int | None:
-    """The N' that `plan` would give the engines of this layout; None where the model has no room.
+    """Return the number of requests in flight that `plan` would choose for the engines of this
+    configuration; None if the model or the longest response does not fit into their memory.
 
-    Raises UserError when the model's shape is not known.
+    Raises:
+        UserError: The model's shape is not known.
     """
     engines = config.engines
     plan = _engine_plan(config, _workload(config), engines.count, engines.tensor, 0.0)
@@ -438,13 +512,18 @@ def sufficient_concurrency(config: SimulationConfig) -> int | None:
 
 
 def training_seconds(config: SimulationConfig) -> float:
-    """Training on one batch and the weight update after it. Raises UserError."""
+    """Estimate the seconds of training on one batch and of the weight update after it.
+
+    Raises:
+        UserError: The model's shape is not known.
+    """
     costs, updates = trainer_costs(config), config.schedule.updates_per_batch
     return costs.batch_seconds(_workload(config).sequences, updates) + costs.publish_seconds
 
 
 def _requests_allowed(config: SimulationConfig) -> int | None:
-    """Requests that the schedule itself ever has in flight; None = as many as N'."""
+    """Return the largest number of requests that the schedule can have in flight, whatever
+    `schedule.concurrency` is; None if there is no such limit."""
     schedule = config.schedule
     batch = schedule.groups_per_batch * schedule.group_size
     limits = []
@@ -458,7 +537,8 @@ def _requests_allowed(config: SimulationConfig) -> int | None:
 def _generation_seconds(
     config: SimulationConfig, costs: RooflineEngine, workload: _Workload, count: int, batch: int
 ) -> float:
-    """Return the seconds of a step's generation on `count` engines of `batch` requests each."""
+    """Estimate the seconds to generate one batch on `count` engines with `batch` running requests
+    each."""
     kv_tokens = workload.kv_tokens
     fixed, per_kv = costs.decode(batch)
     seconds = workload.response_tokens / count * (fixed + per_kv * batch * kv_tokens) / batch
@@ -472,7 +552,12 @@ def _generation_seconds(
 def _smallest_sufficient(
     config: SimulationConfig, costs: RooflineEngine, workload: _Workload, count: int, limit: int
 ) -> tuple[int, float]:
-    """(requests an engine, seconds); on a grid of 5 % steps up to `limit`."""
+    """Return the smallest number of running requests per engine with enough speed, and the seconds
+    to generate a batch with it.
+
+    Numbers are tried in steps of 5 % up to `limit`. Enough is `ENOUGH_THROUGHPUT` of the best
+    speed.
+    """
     grid = sorted({*(min(limit, math.ceil(1.05**i)) for i in range(400)), limit})
     seconds = [_generation_seconds(config, costs, workload, count, batch) for batch in grid]
     enough = min(seconds) / ENOUGH_THROUGHPUT

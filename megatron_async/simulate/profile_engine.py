@@ -1,4 +1,5 @@
-"""`megatron-async profile-engine`: measure a running SGLang server, write its cost model as YAML.
+"""Implements `megatron-async profile-engine`: measures a running SGLang server, and writes its cost
+model as YAML.
 
 The file (read by `simulate.cost_model`):
 
@@ -8,21 +9,22 @@ The file (read by `simulate.cost_model`):
     kv_capacity_tokens: 65536
     decode:                       # one decode step of `batch` requests that read `kv_tokens` of KV
       - {batch: 16, kv_tokens: 2560, seconds: 0.0123}
-    prefill:                      # what a request costs beside its decode steps
+    prefill:                      # what a request costs besides its decode steps
       - {tokens: 128, seconds: 0.004}
 
-Everything is measured twice. At rest (requests of one length that start together; a prefill alone)
-it gives slopes: over KV tokens, over prompt tokens. Under load, where requests of all lengths start
-and end all the time, it gives levels, with all that comes on top in a run: batches of unequal
-lengths, prefills between decode steps, HTTP, slots that are empty for a round trip. `seconds` is
-the former, moved to the latter.
+Everything is measured twice. Measurements at rest (requests of equal length that start together; a
+single prefill) give the slopes over KV tokens and over prompt tokens. Measurements under load,
+where requests of different lengths start and end all the time, give the levels. A level includes
+all costs of a real run: batches of unequal lengths, prefills between decode steps, HTTP, and slots
+that are empty for a round trip. `seconds` in the file is the value at rest, shifted to the level
+under load.
 
 Invariants
-- A decode measurement at rest uses only the time in which all its requests run; one under load
-  only the time in which no slot is without a request.
+- A decode measurement at rest uses only the time in which all its requests run. A measurement under
+  load uses only the time in which each client has a request.
 - Prompts are random tokens, new ones for each request, and the server's prefix cache is flushed
-  before each measurement, so that nothing is prefilled for free.
-- The server must be idle otherwise; its weights and settings are not touched.
+  before each measurement, so that no prefill is skipped.
+- The server must have no other requests. Its weights and settings are not changed.
 """
 
 import asyncio
@@ -45,31 +47,44 @@ from megatron_async.rollout.responses import ResponseSpec, read
 from megatron_async.simulate.engine_costs import FORMAT, FORMAT_VERSION, fit_engine_costs
 
 _TOKEN_IDS = 32
-"""Prompts use ids 1..31, which every tokenizer has."""
+"""Prompts use the token ids 1 to 31, which every tokenizer has."""
 _PREFILL_REPEATS = 3
 _LOAD_TOKENS = (16, 48)
-"""Mean response lengths of the two measurements under load."""
+"""Mean response lengths in tokens of the two measurements under load."""
 _LOAD_STEPS = 192
-"""Decode steps that a measurement under load takes, about; small batches take more of them."""
+"""Approximate number of decode steps of a measurement under load; small batches take more."""
 _LOAD_REQUESTS = 64
-"""At least so many, or their mean length could be far from the one asked for."""
+"""Minimum number of requests of a measurement under load. With fewer, their mean length could be
+far from the requested mean."""
 _MEASUREMENT_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A chunk of a request: when it came, and how many tokens the request has since then."""
+    """Arrival of one chunk of a response.
+
+    Attributes:
+        at: Time of arrival in seconds on the monotonic clock.
+        tokens: Number of tokens of the response so far; in a `load` measurement, of this chunk
+            only.
+    """
 
     at: float
     tokens: int
 
 
 def decode_seconds(arrivals: list[list[Arrival]]) -> tuple[float, float]:
-    """(seconds a step, mean tokens a request had) while all requests ran.
+    """Compute the median seconds per decode step, and the mean number of tokens that a request had,
+    while all requests of a measurement ran.
 
-    The time from the moment when the last request has its first chunk until the first request ends;
-    each request's rate is taken between its own chunks in that time. Raises ComponentFailure when
-    there are too few chunks.
+    The measured time lasts from the first chunk of the last request to start until the first
+    request ends. The rate of each request is computed between its own chunks in that time.
+
+    Args:
+        arrivals: Chunks of each request.
+
+    Raises:
+        ComponentFailure: The requests did not run together for long enough.
     """
     start = max(chunks[0].at for chunks in arrivals)
     end = min(chunks[-1].at for chunks in arrivals)
@@ -83,16 +98,22 @@ def decode_seconds(arrivals: list[list[Arrival]]) -> tuple[float, float]:
     if not rates:
         raise ComponentFailure(
             f"profile-engine: {len(arrivals)} requests did not run at the same time for long "
-            "enough; raise --new-tokens"
+            "enough to measure a decode step. Increase --new-tokens"
         )
     return statistics.median(rates), statistics.fmean(middles)
 
 
 @dataclass(frozen=True)
 class Load:
-    """Chunks that `batch` clients, each with one request after the other, got in a window.
+    """Result of a measurement under load, in which `batch` clients send one request after the
+    other.
 
-    `kv_tokens`: what the batch held on average.
+    Attributes:
+        batch: Number of clients.
+        seconds: Length of the measured time.
+        requests: Number of requests that ended in it.
+        tokens: Number of tokens that arrived in it.
+        kv_tokens: Mean number of tokens of the whole batch in the KV cache.
     """
 
     batch: int
@@ -102,20 +123,22 @@ class Load:
     kv_tokens: float
 
     def seconds_without_kv(self, per_kv_token: float) -> float:
-        """The window without the time for reading KV."""
+        """Return the seconds of the measured time minus the time for reading the KV cache."""
         return self.seconds - self.tokens / self.batch * per_kv_token * self.kv_tokens
 
     def step_seconds(self, request_seconds: float, per_kv_token: float) -> float:
-        """A decode step's seconds beside its KV, when each request costs `request_seconds`."""
-        left = self.seconds_without_kv(per_kv_token) - self.requests * request_seconds
-        return max(0.0, left * self.batch / self.tokens)
+        """Return the seconds of one decode step without reading the KV cache, if each request costs
+        `request_seconds` in addition; at least 0."""
+        remaining = self.seconds_without_kv(per_kv_token) - self.requests * request_seconds
+        return max(0.0, remaining * self.batch / self.tokens)
 
 
 def request_seconds(short: Load, long: Load, per_kv_token: float) -> float:
-    """The part of the time that goes with requests, not with tokens; never below 0.
+    """Compute the seconds that each request costs in addition to its tokens, from two measurements
+    under load with short and long responses; at least 0.
 
-    Both loads have the same batch: window = requests q + tokens / batch (step + KV), two equations
-    for q and step.
+    Both measurements have the same batch. For each, window = requests q + tokens / batch (step +
+    KV); these two equations are solved for q, the result, and for step.
     """
     first, second = (load.seconds_without_kv(per_kv_token) for load in (short, long))
     determinant = short.requests * long.tokens - long.requests * short.tokens
@@ -123,7 +146,7 @@ def request_seconds(short: Load, long: Load, per_kv_token: float) -> float:
 
 
 class EngineProfiler:
-    """Measures through an `EngineClient`."""
+    """Measures decode and prefill times of one engine through its client."""
 
     def __init__(self, client: EngineClient, new_tokens: int) -> None:
         self._client = client
@@ -132,7 +155,8 @@ class EngineProfiler:
         self._serial = 0
 
     async def decode(self, batch: int, context: int) -> dict[str, float]:
-        """Return a row of `decode`."""
+        """Measure a decode step at rest: `batch` requests with prompts of `context` tokens start
+        together. Return a row of the file's table `decode`."""
         await self._client.flush_cache()
         arrivals = await asyncio.gather(
             *(self._generate(context, self._new_tokens) for _ in range(batch))
@@ -142,21 +166,27 @@ class EngineProfiler:
         return {"batch": batch, "kv_tokens": round(kv_tokens), "seconds": round(seconds, 7)}
 
     async def prefill(self, tokens: int, step_seconds: float) -> dict[str, float]:
-        """Return a row of `prefill`."""
+        """Measure the prefill of a prompt of `tokens` tokens at rest; return a row of the file's
+        table `prefill`.
+
+        The result is the median time of a request with one new token, minus `step_seconds` for its
+        decode step.
+        """
         times = []
         for _ in range(_PREFILL_REPEATS):
             await self._client.flush_cache()
-            began = time.monotonic()
+            started = time.monotonic()
             await self._generate(tokens, 1)
-            times.append(time.monotonic() - began)
+            times.append(time.monotonic() - started)
         seconds = max(0.0, statistics.median(times) - step_seconds)
         return {"tokens": tokens, "seconds": round(seconds, 7)}
 
     async def load(self, batch: int, context: int, mean_tokens: int) -> Load:
-        """`batch` clients at work: prompts of `context` tokens, responses of geometric length.
+        """Measure the engine under load: `batch` clients send prompts of `context` tokens and get
+        responses of geometrically distributed length, one after the other.
 
-        A geometric length has no memory: ends are spread evenly from the beginning, and a running
-        request has `mean_tokens` on average.
+        A geometric length has no memory: the ends of requests are spread evenly from the start, and
+        a running request has `mean_tokens` on average.
         """
         await self._client.flush_cache()
         arrivals: list[Arrival] = []
@@ -173,17 +203,18 @@ class EngineProfiler:
                 ends.append(arrivals[-1].at)
 
         await asyncio.gather(*(client() for _ in range(batch)))
-        began, ended = sorted(ends)[batch - 1], sorted(ends)[wanted - 1]
+        started, ended = sorted(ends)[batch - 1], sorted(ends)[wanted - 1]
         return Load(
             batch,
-            ended - began,
+            ended - started,
             wanted - batch,
-            sum(arrival.tokens for arrival in arrivals if began < arrival.at <= ended),
+            sum(arrival.tokens for arrival in arrivals if started < arrival.at <= ended),
             batch * (context + mean_tokens),
         )
 
     async def _generate(self, context: int, new_tokens: int) -> list[Arrival]:
-        """Run a request to its end; returns its chunks with the tokens so far."""
+        """Generate one response with a random prompt of `context` tokens; return the arrival of
+        each chunk with the number of tokens so far."""
         self._serial += 1
         prompt_ids = self._rng.integers(1, _TOKEN_IDS, context).astype(np.int32)
         wanted = ResponseSpec(SamplingConfig(), new_tokens, exact=True)
@@ -201,9 +232,21 @@ class EngineProfiler:
 async def profile(
     client: EngineClient, batches: list[int], contexts: list[int], new_tokens: int
 ) -> dict[str, Any]:
-    """The whole cost model. Raises EngineError, ComponentFailure."""
+    """Measure the whole cost model of an engine; return the content of the cost-model file.
+
+    Args:
+        client: Client of the engine.
+        batches: Batch sizes to measure.
+        contexts: Prompt lengths in tokens to measure.
+        new_tokens: Number of tokens that each request of a measurement at rest generates.
+
+    Raises:
+        EngineError: A request failed.
+        ComponentFailure: Requests did not run together for long enough.
+    """
     profiler = EngineProfiler(client, new_tokens)
-    await profiler.decode(1, contexts[0])  # the first requests of a server compile and allocate
+    # A warm-up: a server compiles and allocates during its first requests.
+    await profiler.decode(1, contexts[0])
     decode = [await profiler.decode(batch, c) for batch in batches for c in contexts]
     lengths = sorted({*contexts, 4 * max(contexts)})
     prefill = [await profiler.prefill(tokens, decode[0]["seconds"]) for tokens in lengths]
@@ -227,10 +270,11 @@ async def profile(
 async def _move_to_load(
     data: dict[str, Any], profiler: EngineProfiler, batches: list[int], context: int
 ) -> None:
-    """Move the rows of a cost model that was measured at rest to what they are under load.
+    """Shift the rows of a cost model measured at rest to the times that the engine needs under
+    load.
 
-    What a request costs is taken from the largest batch, where it matters. A batch of one has no
-    neighbors: it stays.
+    The cost of a request is taken from the largest batch, where it matters most. Rows of a batch of
+    one stay unchanged, because other requests cannot slow it down.
     """
     at_rest = fit_engine_costs(data)
     slopes = dict(zip(at_rest.batches, at_rest.per_kv_token, strict=True))
@@ -256,14 +300,20 @@ def _numbers(option: str, text: str) -> list[int]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise UserError(f"{option} {text!r} is not a list of positive numbers like 1,4,16")
+        raise UserError(f"{option} is {text!r}; it must be a list of positive integers like 1,4,16")
     return numbers
 
 
 def profile_command(
     url: str, out: Path, batches: str, contexts: str, new_tokens: int, api_key: str
 ) -> None:
-    """Measure and write. Raises UserError for bad options, ComponentFailure for a dead engine."""
+    """Measure the engine at `url`, write its cost model to the file `out`, and print the time of a
+    decode step (fixed, and per KV token) for each batch size.
+
+    Raises:
+        UserError: An option is invalid, or the file cannot be written.
+        ComponentFailure: The engine failed, or the measurement took too long.
+    """
     sizes, lengths = _numbers("--batches", batches), _numbers("--contexts", contexts)
 
     async def measure() -> dict[str, Any]:
@@ -282,11 +332,11 @@ def profile_command(
         raise ComponentFailure(f"profile-engine: {error}") from error
     except TimeoutError as error:
         raise ComponentFailure(
-            f"profile-engine: {url} took more than {_MEASUREMENT_SECONDS:.0f} s"
+            f"profile-engine: measuring {url} took more than {_MEASUREMENT_SECONDS:.0f} s"
         ) from error
     fitted = fit_engine_costs(data)
     with writing(out):
         out.write_text(yaml.safe_dump(data, sort_keys=False))
     for batch, fixed, per_kv in zip(fitted.batches, fitted.fixed, fitted.per_kv_token, strict=True):
         typer.echo(f"batch {batch}: {1e3 * fixed:.3f} ms + {1e6 * per_kv:.4f} us per KV token")
-    typer.echo(f"cost model in {out}; use it with simulate.cost_model={out}")
+    typer.echo(f"wrote the cost model to {out}; use it with simulate.cost_model={out}")

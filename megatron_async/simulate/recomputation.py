@@ -1,10 +1,10 @@
-"""Memory and time of the choices for recomputing activations (`trainer.recompute`).
+"""Estimates memory and time of the choices for recomputing activations (`trainer.recompute`).
 
 Bytes that a layer of Megatron's local kind keeps for its backward pass in bfloat16, counted from
 its operations, as Korthikanti et al. do (arXiv 2205.05198, section 4) for a GPT layer: both norms
-keep their input and output (8 bytes a token and hidden unit), attention its projected queries, keys
-and values, the rotated queries and keys, and its output; the gated feed-forward part both halves of
-its first product and the gated result (6 bytes a token and unit of its width).
+keep their input and output (8 bytes a token and hidden unit); attention keeps its projected
+queries, keys and values, the rotated queries and keys, and its output; the gated feed-forward block
+keeps both halves of its first product and the gated result (6 bytes a token and unit of its width).
 
 Work is counted in forward passes of the whole model.
 """
@@ -14,12 +14,16 @@ from megatron_async.errors import UserError
 from megatron_async.models.shape import BF16, ModelShape
 
 NORM_BYTES = 4 * BF16
+"""Bytes that the two norms of a layer keep, per token and hidden unit."""
 GATED_BYTES = 3 * BF16
+"""Bytes that a gated feed-forward block keeps, per token and unit of its width."""
 ROUTED_BYTES = 2 * BF16
+"""Bytes of the copy of a token that each of its experts keeps, per hidden unit."""
 
 
 def attention_bytes(shape: ModelShape) -> float:
-    """Return the bytes of both norms and the attention, for a token and hidden unit."""
+    """Return the activation bytes that both norms and the attention of one layer keep, per token
+    and hidden unit."""
     queries = shape.heads * shape.head_dim / shape.hidden
     keys = shape.kv_heads * shape.head_dim / shape.hidden
     projected, rotated, output = queries + 2 * keys, queries + keys, queries
@@ -27,21 +31,24 @@ def attention_bytes(shape: ModelShape) -> float:
 
 
 def feed_forward_bytes(shape: ModelShape) -> float:
-    """Return the bytes of the MLP or of a token's experts, for a token and hidden unit.
+    """Return the activation bytes that the MLP of one layer, or the experts of a token, keep, per
+    token and hidden unit.
 
-    Each expert keeps its input and its output, too, as tokens are copied to experts.
+    Each expert also keeps its input and its output, because tokens are copied to experts.
     """
     gated = GATED_BYTES * shape.intermediate / shape.hidden
     return shape.experts_per_token * (gated + ROUTED_BYTES) if shape.experts else gated
 
 
 def kept_bytes(shape: ModelShape, layers: float, recompute: Recompute) -> tuple[float, float]:
-    """Return the bytes of a stage of so many layers, for a token and hidden unit.
+    """Return the activation bytes of a pipeline stage of `layers` layers, per token and hidden
+    unit: bytes kept from forward to backward pass, and bytes that exist only during recomputation.
 
     Returns:
-        Bytes kept from a microbatch's forward pass to its backward pass, and those that exist only
-        while one layer is recomputed. Where some layers keep everything, the latter fit into what
-        those have released: the first layers are recomputed, and their backward pass is last.
+        Bytes kept from a microbatch's forward pass to its backward pass, and bytes that exist only
+        while one layer is recomputed. If some layers keep everything, the second number is 0: the
+        first layers are recomputed and their backward pass is last, so that recomputation fits into
+        the memory that the other layers have released.
     """
     attention, feed_forward = attention_bytes(shape), feed_forward_bytes(shape)
     if recompute == "none":
@@ -55,7 +62,8 @@ def kept_bytes(shape: ModelShape, layers: float, recompute: Recompute) -> tuple[
 
 
 def recomputed_passes(shape: ModelShape, layers: float, recompute: Recompute) -> float:
-    """Return the forward passes that a stage of so many layers computes again."""
+    """Return the additional work of recomputation in a pipeline stage of `layers` layers, as a
+    share of one forward pass."""
     if recompute == "none":
         return 0.0
     if recompute == "feed_forward":
@@ -65,10 +73,13 @@ def recomputed_passes(shape: ModelShape, layers: float, recompute: Recompute) ->
 
 
 def check_recompute(recompute: Recompute, layers: int, stages: int) -> None:
-    """Refuse more layers than a stage has. Raises UserError.
+    """Raise UserError if `trainer.recompute` is a number of layers that exceeds the layers of a
+    pipeline stage.
 
     Args:
-        layers: layers of one of the `stages`.
+        recompute: Value of `trainer.recompute`.
+        layers: Number of layers of each pipeline stage.
+        stages: Number of pipeline stages.
     """
     if isinstance(recompute, int) and recompute > layers:
         raise UserError(
@@ -78,6 +89,7 @@ def check_recompute(recompute: Recompute, layers: int, stages: int) -> None:
 
 
 def by_work(shape: ModelShape, layers: int) -> list[Recompute]:
-    """Return every setting for a stage of so many layers, the one with the least work first."""
+    """Return every possible value of `trainer.recompute` for a pipeline stage of `layers` layers,
+    ordered by the work of recomputation, the least first."""
     choices: list[Recompute] = ["none", "feed_forward", *range(1, layers), "all"]
     return sorted(choices, key=lambda choice: recomputed_passes(shape, layers, choice))

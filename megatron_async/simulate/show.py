@@ -1,4 +1,4 @@
-"""Tables and plots of simulated points."""
+"""Prints and plots the results of simulated configurations, with advice on what to change."""
 
 import importlib.util
 from collections.abc import Iterator, Sequence
@@ -43,7 +43,8 @@ _DROPPED = {
 
 
 def label(point: Point) -> str:
-    """Return the settings by which a point differs from the others."""
+    """Return a short label of a simulated configuration: its preset and the settings by which it
+    differs from the others."""
     parts = [text.removeprefix("schedule.") for text in point.labels]
     if not any(part.startswith("preset=") for part in parts):
         parts.insert(0, f"preset={point.config.schedule.preset}")
@@ -51,7 +52,7 @@ def label(point: Point) -> str:
 
 
 def cells(s: Summary) -> dict[str, str]:
-    """The table's row, by column."""
+    """Return the formatted results of one simulation, by the name of the table's column."""
     return {
         "tokens/s": f"{s.tokens_per_second:,.0f}",
         "step s": f"{s.step_seconds:.4g}",
@@ -70,7 +71,13 @@ def cells(s: Summary) -> dict[str, str]:
 
 
 def table(points: Sequence[Point], *, wide: bool = False) -> Table:
-    """All points, with the speed relative to the first one; `wide`: every column."""
+    """Return a table with one row for each simulated configuration, including its speed relative to
+    the first one.
+
+    Args:
+        points: The simulated configurations.
+        wide: Whether to include every column.
+    """
     columns = _COLUMNS + _MORE_COLUMNS if wide else _COLUMNS
     out = Table(title="simulated: trained tokens/s; lag, mean / largest, in policy versions")
     out.add_column("schedule", overflow="fold")
@@ -86,47 +93,54 @@ def table(points: Sequence[Point], *, wide: bool = False) -> Table:
 
 
 def comments(point: Point) -> list[str]:
-    """List what is bad about a schedule, with what to try. The bounds are assumed."""
+    """Return advice for one simulated configuration: each problem of its results, with settings to
+    try. The thresholds are assumed."""
     return [f"{label(point)}: {text}" for text in _found(point.summary, point.config)]
 
 
 def _found(s: Summary, config: SimulationConfig) -> Iterator[str]:
     schedule = config.schedule
-    split = config.simulate.placement == "disaggregated"  # else each waits while the other works
+    # On shared GPUs, engines and trainer always wait for each other, so idle shares say nothing.
+    split = config.simulate.placement == "disaggregated"
     if split and s.engine_idle > _MUCH_IDLE and not schedule.overlap:
-        yield f"engines idle {s.engine_idle:.0%} while the trainer works: try {_OVERLAP}"
+        yield (
+            f"engines are idle {s.engine_idle:.0%} of the time, because they wait for the "
+            f"trainer: try {_OVERLAP}"
+        )
     elif split and s.engine_idle > _MUCH_IDLE and s.trainer_idle < _MUCH_IDLE:
         fewer = " and fewer engines.count" if config.engines.count > 1 else ""
-        yield f"engines idle {s.engine_idle:.0%}: try more parallel.ranks{fewer}"
+        yield f"engines are idle {s.engine_idle:.0%} of the time: try more parallel.ranks{fewer}"
     if split and s.trainer_idle > _MUCH_IDLE:
         remedy = f"{'' if s.kv_full > _MUCH_IDLE else _MORE_REQUESTS}more engines.count"
         if not schedule.overlap:
             remedy = f"{_NO_STRAGGLER if schedule.boundary == 'drain' else ''}{_OVERLAP}"
-        yield f"trainer idle {s.trainer_idle:.0%}: try {remedy}"
+        yield f"the trainer is idle {s.trainer_idle:.0%} of the time: try {remedy}"
     if s.slots_busy < _FEW_SLOTS and s.kv_full > _MUCH_IDLE:
-        waits = f"requests wait for KV cache {s.kv_full:.0%} of the time"
-        yield f"{s.slots_busy:.0%} of {s.concurrency} slots are busy, {waits}: {_LESS_KV}"
+        waits = f"requests wait for space in the KV cache {s.kv_full:.0%} of the time"
+        yield f"{s.slots_busy:.0%} of {s.concurrency} slots are busy, and {waits}: {_LESS_KV}"
     if s.recomputed > _MUCH_LOST:
         _, remedy = max(
-            (s.recomputed_at_resume, f"where responses are resumed: {_FEWER_UPDATES}"),
-            (s.recomputed_at_preemption, f"where the KV cache is full: {_LESS_KV}"),
-            (s.recomputed_at_update, "at weight updates: set schedule.kv keep"),
+            (s.recomputed_at_resume, f"because responses are resumed: {_FEWER_UPDATES}"),
+            (s.recomputed_at_preemption, f"because the KV cache is full: {_LESS_KV}"),
+            (s.recomputed_at_update, "because of weight updates: set schedule.kv: keep"),
         )
-        yield f"{s.recomputed:.0%} of the tokens are prefilled again, most {remedy}"
+        yield f"{s.recomputed:.0%} of the tokens are prefilled again, mostly {remedy}"
     if s.wasted > _MUCH_LOST:
         reason = max(s.dropped, key=s.dropped.__getitem__, default="stale")
-        yield f"{s.wasted:.0%} of the tokens are dropped, most as {reason}: {_DROPPED[reason]}"
+        yield f"{s.wasted:.0%} of the tokens are dropped, mostly as {reason}: {_DROPPED[reason]}"
     if s.lag_mean > _LONG_LAG:
         remedy = "set or lower schedule.max_async_level, or lower schedule.concurrency"
-        yield f"mean lag {s.lag_mean:.1f}: {remedy}"
+        yield f"the mean lag is {s.lag_mean:.1f} policy versions: {remedy}"
 
 
 def warnings(points: Sequence[Point]) -> list[str]:
-    """Warnings that the scheduler gave and what was dropped, by point."""
+    """Return one line for each warning of the scheduler, and one line with the dropped trajectories
+    of each simulated configuration."""
     out = []
     for point in points:
         for name, message in point.summary.warnings.items():
-            simulated = message.replace("engines.max_total_tokens", _KV)  # no setting of this one
+            # The simulator does not use the live setting that the scheduler's warning names.
+            simulated = message.replace("engines.max_total_tokens", _KV)
             out.append(f"{label(point)}: {name}: {simulated}")
         if point.summary.dropped:
             out.append(f"{label(point)}: dropped trajectories {point.summary.dropped}")
@@ -134,16 +148,18 @@ def warnings(points: Sequence[Point]) -> list[str]:
 
 
 def check_plot(path: Path | None) -> None:
-    """Raise UserError if a plot is asked for and matplotlib, an optional package, is missing."""
+    """Raise UserError if a plot is requested (`path` is not None) and the optional package
+    matplotlib is not installed."""
     if path is not None and importlib.util.find_spec("matplotlib") is None:
         raise UserError(
-            f"--plot is {path}; matplotlib, which draws it, is not installed. Install "
+            f"--plot is {path}; drawing it requires matplotlib, which is not installed. Install "
             "megatron_async[plot], or matplotlib itself."
         )
 
 
 def plot(points: Sequence[Point], path: Path) -> None:
-    """Write throughput, idle shares and lag of all points as a PNG."""
+    """Draw throughput, idle shares, lag and recomputation of all simulated configurations as bar
+    charts, and save them as a PNG file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -168,8 +184,8 @@ def plot(points: Sequence[Point], path: Path) -> None:
     for axis, (unit, form, series) in zip(axes, quantities, strict=True):
         width = 0.8 / len(series)
         for index, (name, values) in enumerate(series):
-            places = [p + (index - (len(series) - 1) / 2) * width for p in range(len(points))]
-            axis.bar_label(axis.bar(places, values, width, label=name), fmt=form, fontsize=8)
+            positions = [p + (index - (len(series) - 1) / 2) * width for p in range(len(points))]
+            axis.bar_label(axis.bar(positions, values, width, label=name), fmt=form, fontsize=8)
         axis.set_ylabel(unit)
         axis.margins(y=0.2)
         if len(series) > 1:

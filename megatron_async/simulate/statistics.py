@@ -1,9 +1,10 @@
-"""Results of a simulated run: counters by step, and their summary after the warm-up.
+"""Collects the results of a simulated run: counters by step, and their summary after the warm-up.
 
 Invariants
-- Shares are of virtual wall time between the publication that ends the warm-up and the last one.
-- Lag is that of trained tokens: the step that trains them minus the version that wrote them. Lag in
-  samples is that of trajectories (`trajectory.sample_lag`).
+- Shares are shares of the virtual time between the publication that ends the warm-up and the last
+  publication.
+- The lag of a trained token is the step that trains it minus the policy version that generated it.
+  Lag in samples is counted for trajectories (`trajectory.sample_lag`).
 """
 
 import itertools
@@ -18,7 +19,15 @@ from megatron_async.trajectory.sample_lag import SamplesTrained
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """A batch when the trainer takes it: seconds it waited for it and works on it."""
+    """Batch as the trainer takes it.
+
+    Attributes:
+        step: Number of the training step.
+        sequences: Number of trajectories.
+        tokens: Number of prompt and response tokens.
+        waited: Seconds that the trainer waited for the batch.
+        seconds: Seconds of training on the batch.
+    """
 
     step: int
     sequences: int
@@ -29,7 +38,18 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class BatchLag:
-    """Lag of one batch's trained tokens, and in samples of its `trajectories` that have any."""
+    """Lag of the trained tokens of one batch.
+
+    Attributes:
+        step: Number of the training step.
+        tokens: Number of trained tokens.
+        lag_sum: Sum of the lags of the trained tokens, in policy versions.
+        lag_max: Largest lag of a trained token.
+        off_policy: Number of trained tokens whose lag is not 0.
+        trajectories: Number of trajectories with trained tokens.
+        samples_sum: Sum of the lags in samples of these trajectories.
+        samples_max: Largest lag in samples of these trajectories.
+    """
 
     step: int
     tokens: int
@@ -43,7 +63,15 @@ class BatchLag:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Counters at a publication."""
+    """Counters at the time when a policy version is published.
+
+    Attributes:
+        at: Virtual time in seconds.
+        update_seconds: Seconds of the weight update, from the end of training to the publication.
+        concurrency: Number of requests in flight that the scheduler aims at (N').
+        engines: Sums of the counters of all engines.
+        wasted: Number of tokens of dropped and restarted trajectories so far.
+    """
 
     at: float
     update_seconds: float
@@ -54,15 +82,35 @@ class _Mark:
 
 @dataclass(frozen=True)
 class Summary:
-    """Figures of a run after its warm-up; seconds are virtual.
+    """Results of a simulated run after its warm-up; seconds are virtual seconds.
 
-    Shares: `engine_idle` of engines that neither decode nor prefill (weight transfers count as
-    idle; on shared GPUs only the time outside training counts), `trainer_idle` of the trainer
-    waiting for a batch, `gpu_idle` of all GPUs doing none of decode, prefill and training,
-    `slots_busy` of N' that are in a decode batch while its engine is busy, `kv_full` of the busy
-    time in which requests wait for room in the KV cache, `recomputed` and its
-    parts: tokens prefilled again as a share of the generated ones, `wasted` tokens of dropped and
-    restarted trajectories as a share of the generated ones.
+    Attributes:
+        step_seconds: Mean seconds of a training step.
+        rollout_seconds: Mean seconds per step that the trainer waits for a batch.
+        train_seconds: Mean seconds of training on a batch.
+        update_seconds: Mean seconds of a weight update.
+        tokens_per_second: Trained tokens per second.
+        engine_idle: Share of the time in which engines neither decode nor prefill. Weight transfers
+            count as idle. On GPUs shared with the trainer, only the time outside training counts.
+        trainer_idle: Share of the time in which the trainer waits for a batch.
+        gpu_idle: Share of the time of all GPUs without decode, prefill or training.
+        slots_busy: Share of the N' requests in flight that are in a decode batch, while engines are
+            busy.
+        kv_full: Share of the engines' busy time in which requests wait for space in the KV cache.
+        concurrency: Number of requests in flight (N') at the end.
+        lag_mean: Mean lag of trained tokens, in policy versions.
+        lag_max: Largest lag of a trained token.
+        lag_samples_mean: Mean lag in samples of the trained trajectories.
+        lag_samples_max: Largest lag in samples.
+        off_policy: Share of the trained tokens whose lag is not 0.
+        recomputed: Tokens that were prefilled again, relative to the generated tokens; the sum of
+            the next three.
+        recomputed_at_resume: Same, only for resumed responses.
+        recomputed_at_preemption: Same, only for preempted requests.
+        recomputed_at_update: Same, only for KV caches discarded by a weight update.
+        wasted: Tokens of dropped and restarted trajectories, relative to the generated tokens.
+        dropped: Number of dropped trajectories by reason, of the whole run.
+        warnings: The scheduler's warnings by name.
     """
 
     step_seconds: float
@@ -91,7 +139,7 @@ class Summary:
 
 
 class Statistics:
-    """Collects while a world runs."""
+    """Collects counters while a simulated run proceeds, and summarizes them at its end."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
@@ -105,18 +153,26 @@ class Statistics:
         self.marks: list[_Mark] = []
 
     def new_preemptions(self, engine: Engine) -> int:
-        """Preemptions since the last call."""
+        """Return the number of requests that `engine` has preempted since the last call for this
+        engine."""
         total = engine.counters.preemptions
         news = total - self._reported_preemptions[engine.engine_id]
         self._reported_preemptions[engine.engine_id] = total
         return news
 
     def wasted(self, tokens: int) -> None:
-        """Count tokens that nothing is trained on."""
+        """Count `tokens` generated tokens of a dropped or restarted trajectory."""
         self._wasted += tokens
 
     def batch(self, step: int, versions: Sequence[Tokens], mask_before: int | None) -> None:
-        """A batch is emitted; tokens before version `mask_before` are not trained."""
+        """Record the lags of an emitted batch.
+
+        Args:
+            step: Number of the training step.
+            versions: For each trajectory, its tokens by policy version.
+            mask_before: Tokens of policy versions before this one are not trained; None if all are
+                trained.
+        """
         if mask_before is not None:
             versions = [[run for run in written if run[0] >= mask_before] for written in versions]
         tokens: dict[int, int] = {}
@@ -126,14 +182,15 @@ class Statistics:
         total = sum(tokens.values())
         lag_sum = float(sum(lag * count for lag, count in tokens.items()))
         of_tokens = (total, lag_sum, max(tokens, default=0), total - tokens.get(0, 0))
-        # a trajectory's oldest trained version comes first: versions never fall
+        # The first span has the trajectory's oldest trained version, as versions never decrease.
         samples = [self._trained.between(written[0][0], step) for written in versions if written]
         of_samples = (len(samples), sum(samples), max(samples, default=0))
         self._trained.add(len(versions))
         self.lags.append(BatchLag(step, *of_tokens, *of_samples))
 
     def published(self, at: float, update_seconds: float, concurrency: int) -> None:
-        """New weights are out."""
+        """Record the counters at virtual time `at`, when a new policy version is published to all
+        engines."""
         for engine in self._engines:
             engine.advance(at)
         totals = EngineCounters()
@@ -143,7 +200,15 @@ class Statistics:
         self.marks.append(_Mark(at, update_seconds, concurrency, totals, self._wasted))
 
     def summary(self, warmup: int, *, engine_gpus: int, trainer_gpus: int, shared: bool) -> Summary:
-        """Figures of the steps after the first `warmup` (at least one is left out)."""
+        """Summarize the training steps after the first `warmup` steps, of which at least one is
+        excluded.
+
+        Args:
+            warmup: Number of steps to exclude.
+            engine_gpus: Number of GPUs of all engines.
+            trainer_gpus: Number of GPUs of the trainer.
+            shared: Whether engines and trainer use the same GPUs.
+        """
         first, marks = max(1, warmup), self.marks
         start, end = marks[first - 1], marks[-1]
         wall = end.at - start.at

@@ -1,7 +1,8 @@
-"""`megatron-async simulate`: one configuration, several presets, or a cartesian sweep.
+"""Implements `megatron-async simulate`: simulates one configuration, several presets, or a
+Cartesian product of swept settings.
 
-Precedence is that of a run: recipe < preset < file < `--set` < `--presets` < `--sweep`. So a preset
-given by `--presets` does not override what the file sets of the schedule itself.
+Precedence is recipe < preset < file < `--set` < `--presets` < `--sweep`. So a preset in `--presets`
+does not override settings of `schedule` that the file sets.
 """
 
 import itertools
@@ -21,7 +22,13 @@ Overrides = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Point:
-    """A simulated configuration: `labels` hold how it differs from the others."""
+    """One simulated configuration of a sweep, with its result.
+
+    Attributes:
+        labels: Overrides by which the configuration differs from the others.
+        config: The whole configuration.
+        summary: Result of the simulation.
+    """
 
     labels: Overrides
     config: SimulationConfig
@@ -29,16 +36,26 @@ class Point:
 
 
 def parse_sweep(text: str) -> list[str]:
-    """`a.b=1,2,3` to one override for each value. Raises UserError."""
+    """Split the text of a `--sweep` option, such as `a.b=1,2,3`, into one override for each value.
+
+    Raises:
+        UserError: The text does not have this form.
+    """
     name, equals, values = text.partition("=")
     parts = [value.strip() for value in values.split(",")]
     if not equals or not name or not all(parts):
-        raise UserError(f"--sweep {text!r} is not of the form section.setting=value,value,...")
+        raise UserError(f"--sweep is {text!r}; its form is section.setting=value,value,...")
     return [f"{name}={value}" for value in parts]
 
 
 def sweep_points(sweeps: Sequence[str], presets: Sequence[str]) -> list[Overrides]:
-    """Every combination of presets and swept values, the last sweep fastest."""
+    """Return the overrides of every combination of presets and swept values; the last sweep changes
+    fastest.
+
+    Args:
+        sweeps: Texts of the `--sweep` options.
+        presets: Names of presets, or only `all`; empty for the preset of the file.
+    """
     if list(presets) == ["all"]:
         presets = list(SCHEDULE_PRESETS)
     axes = [[f"schedule.preset={preset}" for preset in presets]] if presets else []
@@ -51,9 +68,17 @@ def run_points(
     points: Iterable[Overrides],
     on_done: Callable[[Point], None],
 ) -> tuple[list[Point], list[tuple[str, UserError | ComponentFailure]]]:
-    """Simulate each point; returns those that were, and what the others failed with, by name.
+    """Simulate one configuration for each combination of overrides; return the results, and the
+    error of each failed simulation by its label.
 
-    All settings are checked before the first one runs. Raises UserError.
+    Args:
+        settings: Settings of the file, not validated yet.
+        points: Overrides of each configuration.
+        on_done: Called with each result as soon as its simulation has finished.
+
+    Raises:
+        UserError: Settings of a configuration are invalid. All configurations are checked before
+            the first simulation.
     """
     configs = []
     for labels in points:

@@ -1,26 +1,28 @@
-"""Cost of the trainer's work and of a weight update, in seconds.
+"""Estimates the seconds of the trainer's work and of a weight update.
 
-One batch of B sequences in H updates, `epochs` times:
+Training on one batch of B sequences in H updates, `epochs` times, takes
 
     epochs x H x (tokens on the busiest data-parallel rank x seconds per token x pipeline factor
                   + gradient reduction and parameter gathering + update_overhead_seconds)
     + batch_overhead_seconds
 
 - Seconds per token: (per-parameter FLOPs x active parameters + attention) / (TP PP CP F e_t) plus
-  tensor-parallel communication. Per-parameter FLOPs are 6, plus 2 for each further forward pass
-  (recomputation; pi_old and reference, once for all epochs); attention scales alike, with half the
-  keys on average.
-- Sequences are packed, or padded to the longest of the whole batch (`padding`); padding costs what
-  tokens cost. (A trainer that pads on each rank has the same time: the others wait for that rank.)
-- The busiest rank holds at least the longest sequence, and at least its share of the update.
+  tensor-parallel communication. F is the GPU's peak FLOP/s, and e_t the share of it that is reached
+  (`simulate.efficiency.training_flops`). Per-parameter FLOPs are 6, plus 2 for each further forward
+  pass (recomputation; pi_old and reference, once for all epochs). Attention scales in the same way,
+  with half the keys on average.
+- Sequences are packed, or padded to the longest of the whole batch (`padding`); a padding token
+  costs as much as a real token. (A trainer that pads on each rank takes the same time: the other
+  ranks wait for the rank with the longest sequence.)
+- The busiest rank has at least the longest sequence, and at least its share of the update.
 - Pipeline factor 1 + (PP - 1) / microbatches (Narayanan et al., arXiv 2104.04473).
 - Gradients are reduced in fp32 and parameters gathered in bf16 over the data-parallel ranks; no
   overlap with the backward pass is assumed.
 
-A weight update moves the bf16 weights once over the network, from one pipeline stage's leader after
-the other to all engines at the same time (`weight_sync/stage_order.py`), at the share of the link
-that a whole update has. Where engines are on the trainer's GPUs, every rank gathers all weights
-over NVLink. Engines and trainer wait meanwhile.
+A weight update sends the bf16 weights once over the network, from the leaders of the pipeline
+stages in turn to all engines at the same time (`weight_sync/stage_order.py`), at the share of the
+link's bandwidth that a whole update reaches. If engines are on the trainer's GPUs, every rank
+gathers all weights over NVLink. Engines and trainer wait meanwhile.
 """
 
 import itertools
@@ -44,7 +46,18 @@ from megatron_async.weight_sync.stage_order import SENDERS_AT_ONCE
 
 @dataclass(frozen=True)
 class TrainerCosts:
-    """The trainer of one run. `microbatch_tokens` as in `trainer.microbatch_tokens`."""
+    """Cost model of a run's trainer and its weight updates.
+
+    Attributes:
+        shape: Shape of the model.
+        gpu: Peak figures of a GPU.
+        layout: Numbers of ranks and of parallel shards.
+        settings: Settings of the simulation.
+        microbatch_tokens: Number of tokens of a microbatch (`trainer.microbatch_tokens`).
+        sharded_optimizer: Whether data-parallel ranks split the optimizer state.
+        epochs: Number of times that a batch is trained on.
+        recompute: Value of `trainer.recompute`.
+    """
 
     shape: ModelShape
     gpu: Gpu
@@ -57,15 +70,15 @@ class TrainerCosts:
 
     @property
     def _model_ranks(self) -> int:
-        """Ranks that hold different parameters."""
+        """Number of ranks over which the parameters of one model replica are split."""
         return self.layout.tensor * self.layout.pipeline
 
     def batch_seconds(self, sequence_tokens: Sequence[int], updates: int) -> float:
-        """Return the seconds of training on one batch, all epochs.
+        """Return the seconds of training on one batch for all epochs.
 
         Args:
-            sequence_tokens: Prompt and response tokens of each sequence.
-            updates: Optimizer updates per epoch.
+            sequence_tokens: Number of prompt and response tokens of each sequence.
+            updates: Number of optimizer updates per epoch.
         """
         count = len(sequence_tokens)
         if self.settings.padding == "batch":
@@ -89,21 +102,24 @@ class TrainerCosts:
 
     @property
     def passes(self) -> float:
-        """Work per token and epoch, in units of one forward pass."""
+        """Training work per token and epoch, including recomputation and passes without gradient,
+        in units of one forward pass of the model."""
         extra = self.settings.extra_forward_passes / self.epochs
         trained = self.settings.training_flops_per_parameter / 2
         layers = self.shape.layers / self.layout.pipeline
         return trained + recomputed_passes(self.shape, layers, self.recompute) + extra
 
     def _token_seconds(self, mean_context: float) -> float:
-        """Return the seconds of one token on the ranks of a model replica."""
+        """Return the seconds that training takes per token on the ranks of one model replica, if a
+        token attends to `mean_context` keys on average."""
         shape, layout, e = self.shape, self.layout, self.settings.efficiency
         flops = 2 * shape.active_parameters + shape.attention_flops_per_token_pair * mean_context
         ranks = self._model_ranks * layout.context
         compute = self.passes * flops / (ranks * self.gpu.flops * e.training_flops)
         if layout.tensor == 1:
             return compute
-        # Two all-reduces a layer and pass; latency counts once a microbatch, not once a token.
+        # Each layer does two all-reduces per pass. A microbatch pays their latency once, so the
+        # time is computed for the microbatch and divided by its tokens.
         size = self.microbatch_tokens * shape.hidden * BF16
         reduce = all_reduce_seconds(size, layout.tensor, self.gpu.nvlink, e)
         layers = shape.layers / layout.pipeline
@@ -112,7 +128,8 @@ class TrainerCosts:
 
     @property
     def fixed_seconds(self) -> float:
-        """Return the seconds of an optimizer step that do not depend on the batch."""
+        """Seconds of one optimizer update that do not depend on the batch: gradient reduction,
+        parameter gathering, and the overhead of the update."""
         if self.settings.trainer_seconds_per_update is not None:
             return self.settings.trainer_seconds_per_update
         e, layout = self.settings.efficiency, self.layout
@@ -125,7 +142,8 @@ class TrainerCosts:
 
     @property
     def publish_seconds(self) -> float:
-        """Seconds between the permission to change weights and all engines serving them."""
+        """Seconds of a weight update, from the scheduler's permission until all engines serve the
+        new version."""
         if self.settings.weight_update_seconds is not None:
             return self.settings.weight_update_seconds
         e = self.settings.efficiency
@@ -138,7 +156,8 @@ class TrainerCosts:
 
     @property
     def switch_seconds(self) -> float:
-        """Colocated with offload: weights and optimizer state to host memory, or back."""
+        """Seconds to copy weights and optimizer state to host memory, or back, when trainer and
+        engines share GPUs with offloading; 0 otherwise."""
         if self.settings.placement != "colocated" or not self.settings.offload:
             return 0.0
         moved = offloaded_bytes(self.shape, self.layout, sharded=self.sharded_optimizer)

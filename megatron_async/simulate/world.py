@@ -1,20 +1,20 @@
-"""A virtual clock around the real scheduler: engines, scorers, prompts and trainer by cost model.
+"""Runs the real scheduler on a virtual clock, with cost models for engines, scorers and trainer.
 
-It plays the part that `rollout/driver.py` and the trainer's loop play in a live run: it carries out
-the scheduler's actions and reports to it what happened. The scheduler is the same object.
-
-Its scorers have one queue, and as many are at work as a live pool would run.
+`World` does the work that `rollout/driver.py` and the trainer's loop do in a live run: it carries
+out the scheduler's actions and reports events to it. The scheduler is the same object.
 
 Invariants
-- Events reach the scheduler one at a time in order of virtual time; those that follow from an
+- Events reach the scheduler one at a time in order of virtual time. Events that follow from an
   action without delay are reported before the clock moves.
-- The trainer takes batch n after it has published version n, as the live loop does.
-- A run is a function of its settings: no real clock, no randomness but the group source's.
+- The trainer takes batch n after it has published version n, as in a live run.
+- A simulated run is a function of its settings: it reads no real clock and uses no random numbers
+  except those of the group source and the episode source.
 - Responses are scored in the order in which they finished, each by one scorer for
-  `simulate.reward.scorer_seconds`.
-- An environment works for as long as the episode's draw has it, on nothing that others wait for.
-- The queue sets the number of scorers, by the live pools' own rule (`scoring.count`); a scorer
-  starts and ends in no time.
+  `simulate.reward.scorer_seconds`. All scorers share one queue.
+- The length of the queue determines the number of scorers, by the rule of the live pools
+  (`scoring.autoscale`). A scorer starts and ends immediately.
+- An environment takes as long for a reply as the episode source has drawn, and other trajectories
+  do not wait for it.
 """
 
 import gc
@@ -44,7 +44,8 @@ from megatron_async.trajectory.types import PolicyVersion
 
 
 class SimulatedScorers:
-    """The queue and the scorers that are busy; the caller's clock decides when each has ended."""
+    """Queue of responses to score, and the number of busy scorers. The caller's clock decides when
+    a scorer has finished."""
 
     def __init__(self, most: int, seconds: float) -> None:
         self.seconds = seconds
@@ -53,33 +54,36 @@ class SimulatedScorers:
         self._busy = 0
 
     def add(self, trajectory_id: int, now: float) -> list[int]:
-        """A response has finished; returns those whose scoring begins now."""
+        """Queue the finished response of a trajectory; return the ids of the trajectories whose
+        scoring starts now."""
         self._queue.append(trajectory_id)
-        return self._begin(now)
+        return self._start_waiting(now)
 
     def ended(self, now: float) -> list[int]:
-        """A scorer has ended; returns those whose scoring begins now."""
+        """Mark one scorer as free; return the ids of the trajectories whose scoring starts now."""
         self._busy -= 1
-        return self._begin(now)
+        return self._start_waiting(now)
 
-    def _begin(self, now: float) -> list[int]:
+    def _start_waiting(self, now: float) -> list[int]:
         unscored = len(self._queue) + self._busy
         self.state = scorer_count.queued(self.state, unscored, now)
-        begun = []
+        started = []
         while self._queue and self._busy < self.state.count:
             self._busy += 1
-            begun.append(self._queue.popleft())
-        return begun
+            started.append(self._queue.popleft())
+        return started
 
 
 _COLLECT_EVERY = 200_000
-"""New objects between two searches for cyclic garbage. Under `copris` Python's own 700 cost about
-15 % of the time (perf), as thousands of objects live from one boundary to the next."""
+"""Number of new objects between two searches for cyclic garbage. With Python's default of 700, the
+searches took about 15 % of the time under `copris` (measured with perf), because thousands of
+objects live from one step boundary to the next."""
 
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Fewer garbage collections: a boundary makes and frees thousands of objects at once."""
+    """Make Python's cyclic garbage collection rare in this block, because each step boundary
+    creates and frees thousands of objects at once."""
     before = gc.get_threshold()
     gc.set_threshold(_COLLECT_EVERY, *before[1:])
     try:
@@ -89,7 +93,8 @@ def rare_collections() -> Iterator[None]:
 
 
 class World:
-    """A simulated run; `run` trains a number of batches."""
+    """Simulated run: the real scheduler, with engines, scorers, environments and trainer on a
+    virtual clock."""
 
     def __init__(
         self,
@@ -97,7 +102,7 @@ class World:
         settings: SimulateConfig,
         *,
         engines: list[Engine],
-        most_scorers: int,
+        max_scorers: int,
         trainer: TrainerCosts,
         source: GroupSource,
         episodes: EpisodeSource | None = None,
@@ -107,13 +112,13 @@ class World:
         self._schedule = schedule
         self._settings = settings
         self._engines = {engine.engine_id: engine for engine in engines}
-        self._scorers = SimulatedScorers(most_scorers, settings.reward.scorer_seconds)
+        self._scorers = SimulatedScorers(max_scorers, settings.reward.scorer_seconds)
         self._trainer = trainer
         self._source = source
         self._recorder = recorder
         self.scheduler = Scheduler(schedule, first_step=0, version=PolicyVersion(0, 0))
         self._responses: dict[int, Response] = {}
-        self._groups_given = 0
+        self._next_group = 0
         self.now = 0.0
         self._serial = itertools.count()
         self._agenda: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -123,8 +128,8 @@ class World:
         self._trainer_busy = False
         self._idle_since = 0.0
         self._version = 0
-        self._under_way = 0
-        self._updates_began: dict[int, float] = {}
+        self._pending = 0
+        self._update_starts: dict[int, float] = {}
         self.statistics = Statistics(engines)
         self._in_bulk: dict[type, Callable[[Any], None]] = {
             ev.Submit: self._submit,
@@ -136,7 +141,7 @@ class World:
             ev.Score: self._score,
             ev.Restart: self._restart,
             ev.Drop: self._drop,
-            ev.RequestPrompts: self._give_prompts,
+            ev.RequestPrompts: self._supply_prompts,
             ev.EmitBatch: self._emit,
             ev.PauseEngines: self._pause,
             ev.AllowUpdate: self._allow_update,
@@ -145,7 +150,11 @@ class World:
         }
 
     def run(self, steps: int) -> None:
-        """Simulate until version `steps` is published. Raises ComponentFailure on a dead end."""
+        """Simulate until policy version `steps` is published, that is, for `steps` training steps.
+
+        Raises:
+            ComponentFailure: The schedule is stuck: no event is pending, so time cannot advance.
+        """
         first = PolicyVersion(0, 0)
         engines = self._engines.values()
         up = [
@@ -169,17 +178,20 @@ class World:
 
     @property
     def scorers(self) -> ScorerCount:
-        """Return the number of scorers that work now, and the reason."""
+        """State of the automatic sizing of the scorer pool, with the number of scorers that run
+        now."""
         return self._scorers.state
 
     def _step(self) -> Callable[[ev.Event], list[ev.Action]]:
-        """The scheduler's, recorded if there is a recorder."""
+        """Return the scheduler's `step` function, or a function that also records each step if
+        there is a recorder."""
         if self._recorder is None:
             return self.scheduler.step
         return partial(self._recorder.step, self.scheduler)
 
     def _carry_out(self, actions: Iterable[ev.Action]) -> None:
-        """Carry out actions in order; submissions and aborts in a row at once."""
+        """Carry out the scheduler's actions in order; consecutive submissions are carried out
+        together, and so are consecutive aborts."""
         for kind, same in itertools.groupby(actions, type):
             if kind in self._in_bulk:
                 self._in_bulk[kind](list(same))
@@ -188,10 +200,10 @@ class World:
                     self._one_by_one[kind](action)
 
     def _move_clock(self) -> None:
-        if not self._under_way and len(self._agenda) <= 1:
+        if not self._pending and len(self._agenda) <= 1:
             raise ComponentFailure(
-                f"the simulated schedule stands still at step {self._version}: nothing runs, "
-                f"{self.scheduler.view()}"
+                f"the simulated schedule is stuck at step {self._version}: no request, score, "
+                f"training or environment is pending; {self.scheduler.view()}"
             )
         when, _, action, arguments = heapq.heappop(self._agenda)
         self.now = when
@@ -223,32 +235,32 @@ class World:
             return
         self._touch(engine)
         for request in engine.completed():
-            self._wrote(request, engine.take_tokens(request))
-            self._under_way -= 1
+            self._report_tokens(request, engine.take_tokens(request))
+            self._pending -= 1
             if self._episodes is None:
                 self._events.append(ev.Finished(request.trajectory_id))
             else:
-                engine.keep(request)
+                engine.cache_turn(request)
                 self._events.append(ev.TurnEnded(request.trajectory_id))
         for request, written in engine.preempt():
-            self._wrote(request, written)
+            self._report_tokens(request, written)
         if engine.report_due():
             for request in engine.running.values():
-                self._wrote(request, engine.take_tokens(request))
+                self._report_tokens(request, engine.take_tokens(request))
 
-    def _wrote(self, request: SimulatedRequest, written: Tokens) -> None:
+    def _report_tokens(self, request: SimulatedRequest, written: Tokens) -> None:
         trajectory_id = request.trajectory_id
         arrival = _arrival(trajectory_id, written)
-        for place in range(1, len(arrival), 2):
-            arrived = ev.TokensArrived(trajectory_id, arrival[place], arrival[place + 1])
+        for index in range(1, len(arrival), 2):
+            arrived = ev.TokensArrived(trajectory_id, arrival[index], arrival[index + 1])
             self._events.append(arrived)
 
     def _report_load(self) -> None:
         for engine in self._engines.values():
             self._touch(engine)
             usage = min(1.0, engine.kv / engine.costs.kv_capacity_tokens)
-            news = self.statistics.new_preemptions(engine)
-            self._events.append(ev.EngineLoad(engine.engine_id, usage, news))
+            preemptions = self.statistics.new_preemptions(engine)
+            self._events.append(ev.EngineLoad(engine.engine_id, usage, preemptions))
         self._later(self._settings.load_report_seconds, self._report_load)
 
     # ------------------------------------------------------------ actions
@@ -259,10 +271,15 @@ class World:
         engines, responses = self._engines, self._responses
         for action in actions:
             engines[action.engine_id].submit(responses[action.trajectory_id])
-        self._under_way += len(actions)
+        self._pending += len(actions)
 
     def _abort(self, actions: Sequence[ev.Abort]) -> None:
-        """End requests. One that finishes at this very moment is not there; its event is queued."""
+        """End requests on their engines, and report the tokens that they had generated since the
+        last report to the scheduler.
+
+        A request that finishes at this very moment is no longer on its engine: its event is queued
+        already.
+        """
         ended: list[tuple[int, ...]] = []
         for engine_id, same in itertools.groupby(actions, attrgetter("engine_id")):
             engine = self._engines[engine_id]
@@ -271,40 +288,41 @@ class World:
                 _arrival, engine.cancel(action.trajectory_id for action in same)
             )
         if ended:
-            self._under_way -= len(ended)
+            self._pending -= len(ended)
             self._events.append(ev.ManyAborted(tuple(ended)))
 
     def _ask_environment(self, action: ev.StartEpisode | ev.StepEnvironment) -> None:
         response = self._responses[action.trajectory_id]
         response.call += 1
-        self._under_way += 1
+        self._pending += 1
         self._later(response.tool_seconds, self._environment_replied, response, response.call)
 
     def _environment_replied(self, response: Response, call: int) -> None:
-        """Unless the episode was dropped or restarted meanwhile."""
-        self._under_way -= 1
+        """Start the next turn of an episode or end the episode, unless it was dropped or restarted
+        since `call`."""
+        self._pending -= 1
         number = response.trajectory_id
         if self._responses.get(number) is not response or response.call != call:
             return
-        most = min(engine.costs.kv_capacity_tokens for engine in self._engines.values())
-        if response.next_turn(most):
+        capacity = min(engine.costs.kv_capacity_tokens for engine in self._engines.values())
+        if response.next_turn(capacity):
             self._events.append(ev.EnvironmentReady(number, response.before))
         else:
             self._events.append(ev.EpisodeEnded(number))
 
     def _score(self, action: ev.Score) -> None:
-        self._under_way += 1
-        self._begin_scores(self._scorers.add(action.trajectory_id, self.now))
+        self._pending += 1
+        self._start_scores(self._scorers.add(action.trajectory_id, self.now))
 
-    def _begin_scores(self, trajectory_ids: Iterable[int]) -> None:
+    def _start_scores(self, trajectory_ids: Iterable[int]) -> None:
         for trajectory_id in trajectory_ids:
             self._later(self._scorers.seconds, self._scored, trajectory_id)
 
     def _scored(self, trajectory_id: int) -> None:
-        self._under_way -= 1
+        self._pending -= 1
         reward = self._responses[trajectory_id].reward
         self._events.append(ev.RewardReady(trajectory_id, reward))
-        self._begin_scores(self._scorers.ended(self.now))
+        self._start_scores(self._scorers.ended(self.now))
 
     def _restart(self, action: ev.Restart) -> None:
         response = self._responses[action.trajectory_id]
@@ -315,13 +333,13 @@ class World:
         self.statistics.wasted(self._responses.pop(action.trajectory_id).generated)
         self.statistics.dropped[action.reason.value] += 1
 
-    def _give_prompts(self, action: ev.RequestPrompts) -> None:
+    def _supply_prompts(self, action: ev.RequestPrompts) -> None:
         specs = []
         prompt = self._settings.lengths.prompt_tokens
         size = self._schedule.group_size
         for _ in range(action.count):
-            number = self._groups_given
-            self._groups_given += 1
+            number = self._next_group
+            self._next_group += 1
             lengths, rewards = self._source.group(number)
             ids = tuple(range(number * size, (number + 1) * size))
             for trajectory_id, length, reward in zip(ids, lengths, rewards, strict=True):
@@ -355,11 +373,11 @@ class World:
             return
         step, sequences = self._batches.popleft()
         self._trainer_busy = True
-        self._under_way += 1
+        self._pending += 1
         seconds = self._trainer.batch_seconds(sequences, self._schedule.updates_per_batch)
         waited = self.now - self._idle_since
         self.statistics.rows.append(StepRow(step, len(sequences), sum(sequences), waited, seconds))
-        self._updates_began[step + 1] = self.now + seconds
+        self._update_starts[step + 1] = self.now + seconds
         self._events.append(ev.BatchTaken(step, self.now))
         until_trained = seconds + self._trainer.switch_seconds
         self._later(until_trained, self._events.append, ev.UpdateRequested(step + 1))
@@ -378,10 +396,10 @@ class World:
             engine.load(number)
         self._version = number
         self._trainer_busy = False
-        self._under_way -= 1
+        self._pending -= 1
         self._idle_since = self.now
         self.statistics.published(
-            self.now, self.now - self._updates_began.pop(number), self.scheduler.concurrency
+            self.now, self.now - self._update_starts.pop(number), self.scheduler.concurrency
         )
         self._events.append(ev.WeightsPublished(PolicyVersion(0, number)))
         self._train_next()
@@ -393,9 +411,11 @@ class World:
 
 
 def _arrival(trajectory_id: int, written: Tokens) -> tuple[int, ...]:
-    """Return the scheduler's arguments: trajectory, counts and versions of at most two runs.
+    """Return the trajectory id, followed by a token count and a policy number for at most two spans
+    of the `written` tokens, as the scheduler's event `ManyAborted` has them.
 
-    The newest version's exactly, older ones under the oldest: that is all that it keeps of them.
+    The count of the newest policy version is exact. All older tokens are counted under the oldest
+    version, because the scheduler does not distinguish them either.
     """
     if not written:
         return (trajectory_id,)

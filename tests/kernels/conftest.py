@@ -1,7 +1,8 @@
-"""Tests that run Triton kernels on CPU live in `interpreted/` and need TRITON_INTERPRET=1.
+"""Collects the tests of `interpreted/` only if TRITON_INTERPRET=1; they run Triton kernels on the
+CPU.
 
-The variable must be set before the kernels are defined and changes every kernel of the process,
-so the folder is left out here and run by `test_interpreted.py` in a process of its own.
+The variable must be set before the kernels are defined and changes every kernel of the process. So
+the folder is excluded here, and `test_interpreted.py` runs it in a separate process.
 """
 
 import os

@@ -1,4 +1,5 @@
-"""Random microbatches and the loss configurations that every implementation is tested with."""
+"""Provides random microbatches and the loss configurations with which every implementation is
+tested."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def make_inputs(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> LossInputs:
-    """Packed sequences with every stream present; untrained tokens hold NaN."""
+    """Return packed sequences with every stream present; untrained tokens have NaN."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
 
@@ -102,16 +103,17 @@ def make_inputs(
 
 
 def exact_k3(distance: float) -> tuple[float, float]:
-    """exp(-d) - 1 + d of exactly this float, and 1 - exp(-d), to the last bit."""
+    """Compute exp(-d) - 1 + d of exactly this float, and 1 - exp(-d), to the last bit."""
     with localcontext(prec=60):
         d = Decimal(distance)
         return float((-d).exp() - 1 + d), float(1 - (-d).exp())
 
 
 def kl_alone(weight_upper: float) -> tuple[LossInputs, LossConfig, Denominators, torch.Tensor]:
-    """On-policy tokens at distances d of 1e-8 to 20 from the reference whose only loss is k3.
+    """Return a loss of on-policy tokens at distances d of 1e-8 to 20 from the reference, whose only
+    component is k3; the last result are the distances, [T].
 
-    `weight_upper` below 1 truncates the weight, which is 1 without; [T] the distances.
+    A `weight_upper` below 1 truncates the weight, which is 1 otherwise.
     """
     sizes_N = torch.cat([torch.logspace(-8, 1.3, 400), torch.tensor([0.05, 0.5, 1.0, 20.0])])
     distance_T = torch.cat([sizes_N.clamp(max=20.0), -sizes_N.clamp(max=20.0)]).float()
@@ -129,7 +131,8 @@ def kl_alone(weight_upper: float) -> tuple[LossInputs, LossConfig, Denominators,
 
 
 def expected_slopes(distance_T: torch.Tensor, weight_upper: float) -> torch.Tensor:
-    """d where the weight moves with the policy, else y (1 - exp(-d)); [T] in float64."""
+    """Return the exact gradient of `kl_alone`, [T] in float64: d if the weight changes with the
+    policy, otherwise y (1 - exp(-d))."""
     if weight_upper >= 1:
         return distance_T.double()
     slopes = [weight_upper * exact_k3(d)[1] for d in distance_T.tolist()]
@@ -140,7 +143,7 @@ DENOMINATORS = Denominators(tokens=37.0, sequences=5.0, weight_mean=1.1)
 
 
 def assert_same_output(mine: LossOutput, theirs: LossOutput, *, rtol: float, atol: float) -> None:
-    """All numbers of two outputs agree, whichever package's types they are."""
+    """Assert that all numbers of two loss outputs agree, whichever package's types they are."""
     close = {"rtol": rtol, "atol": atol, "check_dtype": False, "equal_nan": False}
     torch.testing.assert_close(mine.dlogp_T, theirs.dlogp_T, **close)
     torch.testing.assert_close(mine.loss_sum, theirs.loss_sum, **close)

@@ -1,4 +1,5 @@
-"""Every kernel configuration compiles for sm_80, sm_90 and sm_100, spills nothing and fits."""
+"""Tests that every kernel configuration compiles for sm_80, sm_90 and sm_100 without spills and
+fits into shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Matrix products by oneDNN: those of float64, and torch's own wherever oneDNN does not pay."""
+"""Tests of matrix products by oneDNN: equal to float64, and computed by torch wherever oneDNN is
+not faster."""
 
 import subprocess
 import sys
@@ -17,20 +18,20 @@ LARGE = (96, 128, 160)
 SMALL = (3, 5, 7)
 
 
-def factors(M: int, K: int, N: int, turned: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
-    """Random matrices [M, K] and [K, N]; a turned one lies column by column in memory."""
+def factors(M: int, K: int, N: int, transposed: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
+    """Return random matrices [M, K] and [K, N]; a transposed one is stored by columns."""
     torch.manual_seed(0)
-    left = torch.randn(K, M).t() if turned[0] else torch.randn(M, K)
-    right = torch.randn(N, K).t() if turned[1] else torch.randn(K, N)
+    left = torch.randn(K, M).t() if transposed[0] else torch.randn(M, K)
+    right = torch.randn(N, K).t() if transposed[1] else torch.randn(K, N)
     return left, right
 
 
-@pytest.mark.parametrize("turned", [(a, b) for a in (False, True) for b in (False, True)])
+@pytest.mark.parametrize("transposed", [(a, b) for a in (False, True) for b in (False, True)])
 @pytest.mark.parametrize("sizes", [LARGE, SMALL, (1, 1024, 2048), (4097, 16, 31)])
-def test_a_product_is_that_of_float64(
-    sizes: tuple[int, int, int], turned: tuple[bool, bool]
+def test_mm_matches_the_float64_product(
+    sizes: tuple[int, int, int], transposed: tuple[bool, bool]
 ) -> None:
-    left, right = factors(*sizes, turned)
+    left, right = factors(*sizes, transposed)
     wanted = (left.double() @ right.double()).float()
     torch.testing.assert_close(cpu_matmul.mm(left, right), wanted, rtol=1e-5, atol=1e-4)
 
@@ -38,7 +39,7 @@ def test_a_product_is_that_of_float64(
 @pytest.mark.parametrize("sizes", [LARGE, SMALL])
 @pytest.mark.parametrize("shape", ["row", "matrix"])
 @pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (0.5, -2.0), (0, 3.0)])
-def test_a_product_is_added_as_torch_adds_it(
+def test_addmm_matches_the_float64_result(
     sizes: tuple[int, int, int], shape: str, beta: float, alpha: float
 ) -> None:
     left, right = factors(*sizes, (False, True))
@@ -53,14 +54,14 @@ def test_a_product_is_added_as_torch_adds_it(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_precisions_are_left_to_torch(dtype: torch.dtype) -> None:
+def test_mm_uses_torch_for_other_dtypes(dtype: torch.dtype) -> None:
     left, right = (factor.to(dtype) for factor in factors(*LARGE, (False, True)))
     assert torch.equal(cpu_matmul.mm(left, right), left @ right)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", ["unfold", "expand"])
-def test_elements_that_share_a_place_are_left_to_torch(side: str, kind: str) -> None:
+def test_mm_uses_torch_when_elements_overlap_in_memory(side: str, kind: str) -> None:
     plain = torch.randn(160, 160)
     row = torch.randn(400)
     shared = row.unfold(0, 160, 1)[:160] if kind == "unfold" else row[:160].expand(160, -1)
@@ -79,7 +80,7 @@ def test_elements_that_share_a_place_are_left_to_torch(side: str, kind: str) -> 
     ],
     ids=str,
 )
-def test_what_cannot_be_added_is_refused_in_torchs_words(change: dict[str, Any]) -> None:
+def test_addmm_raises_torchs_error_when_arguments_are_invalid(change: dict[str, Any]) -> None:
     left, right = factors(*LARGE, (False, False))
     added, scales = torch.randn(change.pop("added", 160)), change
     with pytest.raises(RuntimeError) as torchs:
@@ -89,7 +90,7 @@ def test_what_cannot_be_added_is_refused_in_torchs_words(change: dict[str, Any])
     assert str(ours.value) == str(torchs.value)
 
 
-def test_torchs_own_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mkldnn_flag_turns_onednn_products_off(monkeypatch: pytest.MonkeyPatch) -> None:
     left, right, added = *factors(*LARGE, (False, False)), torch.randn(160)
     calls = []
     product = cpu_matmul._onednn
@@ -102,13 +103,13 @@ def test_torchs_own_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None
     assert calls == [1]
 
 
-def test_only_amd_processors_are_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mkl_is_slow_only_on_amd_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, slow in (("AMD EPYC", torch.backends.mkl.is_available()), ("Intel(R) Xeon", False)):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda name=name: {"cpu_name": name})
         assert cpu_matmul.mkl_is_slow() is slow
 
 
-def test_a_process_multiplies_and_differentiates_with_it_without_a_warning() -> None:
+def test_use_onednn_covers_forward_and_backward_without_a_warning() -> None:
     script = """
 import torch
 from megatron_async_kernels import cpu_matmul
@@ -133,7 +134,7 @@ assert len(calls) == 2, calls  # the layer's own and its weight's gradient; x ha
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_memory_is_bounded_when_every_product_has_a_new_shape() -> None:
+def test_use_onednn_bounds_memory_when_every_product_has_a_new_shape() -> None:
     """With the default limits, 400 shapes add 259 MB."""
     script = """
 import psutil, torch
@@ -155,7 +156,7 @@ print(sizes[-1] - sizes[200])
 
 
 @pytest.mark.parametrize("sizes", [LARGE, SMALL])
-def test_what_is_added_zero_times_is_not_read(sizes: tuple[int, int, int]) -> None:
+def test_addmm_does_not_read_the_added_matrix_when_beta_is_0(sizes: tuple[int, int, int]) -> None:
     left, right = factors(*sizes, (False, False))
     added = torch.full((sizes[2],), torch.nan)
     found = cpu_matmul.addmm(added, left, right, beta=0)

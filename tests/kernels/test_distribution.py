@@ -1,4 +1,5 @@
-"""The kernels are a distribution of their own: torch and triton are all they import."""
+"""Tests that the kernels, a separate distribution, import only torch, triton and the standard
+library."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ FILES = sorted(KERNELS.rglob("*.py"))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_torch_and_triton_are_all_that_is_imported(file: Path) -> None:
+def test_kernels_import_only_torch_and_triton(file: Path) -> None:
     imported = set()
     for node in ast.walk(parse(file.read_text())):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""The kernels on a CUDA device against the float64 reference; skipped where there is none."""
+"""Tests of the kernels on a CUDA device against the float64 reference; skipped without a device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", [(300, 1000, 256), (77, 5003, 200), (129, 333, 37)])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_head_matches_float64(
+def test_gpu_head_matches_the_float64_reference(
     dtype: torch.dtype, shape: tuple[int, int, int], deterministic: bool
 ) -> None:
     tokens, vocab, hidden = shape
@@ -60,7 +60,7 @@ def test_head_matches_float64(
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_loss_matches_the_reference(name: str) -> None:
+def test_gpu_loss_matches_the_float64_reference(name: str) -> None:
     inputs = make_inputs([5, 0, 4091, 600, 1, 9000], dtype=torch.float32)
     streams = {key: x.cuda() for key, x in vars(inputs).items() if isinstance(x, torch.Tensor)}
     on_gpu = LossInputs(**streams)

@@ -1,4 +1,5 @@
-"""The Triton kernels agree with the references when the interpreter runs them on CPU tensors."""
+"""Runs the tests that compare the Triton kernels with the references in Triton's interpreter on CPU
+tensors."""
 
 from __future__ import annotations
 

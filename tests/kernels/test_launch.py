@@ -1,7 +1,7 @@
-"""Every launcher's arguments bind and compile for sm_90, without a GPU.
+"""Tests that every launcher's arguments bind and compile for sm_90, without a GPU.
 
-Triton's own launch path runs up to the launch itself: it binds the arguments, specializes on
-their values (alignment, integers equal to 1), and compiles. Only the device is a stand-in.
+Triton's own launch path runs up to the launch itself: it binds the arguments, specializes on their
+values (alignment, integers equal to 1), and compiles. Only the device is a stand-in.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = [
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels that were bound and compiled instead of launched."""
+    """Collect the names of the kernels that were bound and compiled instead of launched."""
     names: list[str] = []
     target = GPUTarget("cuda", 90, 32)
     device = SimpleNamespace(
@@ -55,10 +55,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("shape", [(300, 600, 64), (1, 1, 64), (300, 600, 37)])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_head_launches_bind(
+def test_head_launch_binds_and_compiles_every_kernel(
     compiled: list[str], shape: tuple[int, int, int], entropy: bool
 ) -> None:
-    """Aligned rows (descriptors), sizes of 1, and rows that need pointers."""
+    """The shapes have aligned rows (descriptors), sizes of 1, and rows that need pointers."""
     tokens, vocab, hidden = shape
     hidden_TD = torch.zeros(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
     weight_VD = torch.zeros(vocab, hidden, dtype=torch.bfloat16, requires_grad=True)
@@ -78,7 +78,9 @@ def test_head_launches_bind(
 
 
 @pytest.mark.parametrize("lengths", [[1], [3, 0, 5000]])
-def test_loss_launches_bind(compiled: list[str], lengths: list[int]) -> None:
+def test_loss_launch_binds_and_compiles_every_kernel(
+    compiled: list[str], lengths: list[int]
+) -> None:
     inputs = make_inputs(lengths, dtype=torch.float32)
     is_loss(inputs, CONFIGS["ppo"], DENOMINATORS, backend="triton", check=False)
     is_loss(inputs, CONFIGS["gspo"], DENOMINATORS, backend="triton", check=False)

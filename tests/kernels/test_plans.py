@@ -1,4 +1,4 @@
-"""Blocks and memory stay within the workspace, whatever the shape."""
+"""Tests that planned blocks and memory stay within the workspace, whatever the shape."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_async_kernels.triton_head import plan_backward
 def problem(
     tokens: int, vocab: int, hidden: int, dtype: torch.dtype, *, masked: bool, workspace: int
 ) -> HeadProblem:
-    """Shapes only: meta tensors hold no memory."""
+    """Return the inputs of a head with these shapes, as meta tensors, which take no memory."""
     return HeadProblem(
         hidden_TD=torch.empty(tokens, hidden, dtype=dtype, device="meta"),
         rows_R=torch.empty(tokens, device="meta") if masked else None,
@@ -39,7 +39,7 @@ def problem(
     masked=st.booleans(),
     workspace=st.sampled_from([2**23, 2**26, 2**28]),
 )
-def test_blocks_fit(
+def test_planned_blocks_fit_into_the_workspace(
     tokens: int, vocab: int, hidden: int, dtype: torch.dtype, masked: bool, workspace: int
 ) -> None:
     head = problem(tokens, vocab, hidden, dtype, masked=masked, workspace=workspace)
@@ -54,8 +54,9 @@ def test_blocks_fit(
 
 
 @pytest.mark.parametrize(("vocab", "hidden"), [(152_064, 3584), (128_256, 8192)])
-def test_products_of_the_large_heads_stay_large(vocab: int, hidden: int) -> None:
-    """At 256 MiB a block is thousands of rows each way: the products run at the library's rate."""
+def test_backward_blocks_stay_large_for_large_heads(vocab: int, hidden: int) -> None:
+    """With 256 MiB a block has thousands of rows and columns, so that the products run at the
+    library's full speed."""
     for tokens in (4096, 16_384, 65_536):
         head = problem(tokens, vocab, hidden, torch.bfloat16, masked=True, workspace=2**28)
         plan = plan_backward(head)
@@ -63,14 +64,15 @@ def test_products_of_the_large_heads_stay_large(vocab: int, hidden: int) -> None
 
 
 WORKSPACE = 16
-# Beyond the workspace: the [T] statistics, and the packing buffers of the BLAS library.
+# Memory in addition to the workspace: the [T] statistics, and the BLAS library's packing buffers.
 SLACK = 32
 
 
 @pytest.mark.slow
 @pytest.mark.one_core
 def test_peak_memory_does_not_grow_with_tokens_times_vocabulary() -> None:
-    """64 MiB, 256 MiB and 256 MiB of logits; full logits show that the measurement can see them."""
+    """The logits would take 64 MiB, 256 MiB and 256 MiB. The measurement of full logits shows that
+    it can detect them."""
     extra = {
         (tokens, vocab): run_case(Case("chunked", tokens, vocab, 16, WORKSPACE)).extra_mib
         for tokens, vocab in ((1024, 16384), (4096, 16384), (1024, 65536))

@@ -1,4 +1,4 @@
-"""The chunked torch version of `token_logprob` against the float64 reference."""
+"""Tests of the chunked torch version of `token_logprob` against the float64 reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 def make(
     tokens: int, vocab: int, hidden: int, *, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden [T, D], weight [V, D], targets [T]."""
+    """Return random hidden states [T, D], weight [V, D] and targets [T]."""
     generator = torch.Generator().manual_seed(seed)
     hidden_TD = torch.randn(tokens, hidden, generator=generator, dtype=torch.float64)
     weight_VD = torch.randn(vocab, hidden, generator=generator, dtype=torch.float64)
@@ -29,7 +29,8 @@ def make(
 def gradients(
     outputs: tuple[Tensor, Tensor], inputs: list[Tensor], seed: int = 1
 ) -> list[Tensor | None]:
-    """Gradients of random projections of (log-probs, entropy)."""
+    """Return the gradients of random projections of (log-probs, entropy) with respect to
+    `inputs`."""
     generator = torch.Generator().manual_seed(seed)
     loss = outputs[0].new_zeros(())
     for output in outputs:
@@ -49,7 +50,7 @@ def gradients(
     chunk_tokens=st.sampled_from([1, 3, 8, None]),
     seed=st.integers(0, 1000),
 )
-def test_forward_and_backward_equal_the_reference(
+def test_chunked_token_logprob_matches_the_reference(
     tokens: int,
     vocab: int,
     hidden: int,
@@ -92,7 +93,7 @@ def test_forward_and_backward_equal_the_reference(
         torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-9)
 
 
-def test_float32_log_probs_are_within_1e_5_of_exact() -> None:
+def test_chunked_float32_log_probs_are_within_1e_5_of_exact() -> None:
     """A model's head: logits of a few units, a peaked distribution, 32,000 words."""
     hidden_TD, weight_VD, targets_T = make(64, 32_000, 128, seed=4)
     hidden_TD = hidden_TD / 4
@@ -115,7 +116,7 @@ def test_float32_log_probs_are_within_1e_5_of_exact() -> None:
     assert float(entropy_T.min()) > 0
 
 
-def test_main_gradient_is_added_to_and_megatrons_mark_is_set() -> None:
+def test_token_logprob_adds_to_main_gradient_and_sets_megatrons_mark() -> None:
     hidden_TD, weight_VD, targets_T = make(12, 30, 8)
     plain_VD = weight_VD.clone().requires_grad_()
     token_logprob(hidden_TD, plain_VD, targets_T, backend="chunked").sum().backward()  # type: ignore[union-attr]
@@ -153,14 +154,14 @@ def test_main_gradient_is_added_to_and_megatrons_mark_is_set() -> None:
         ({"workspace_bytes": 8}, "workspace_bytes=8 is too small"),
     ],
 )
-def test_bad_arguments_are_named(change: dict[str, object], message: str) -> None:
+def test_token_logprob_names_an_invalid_argument(change: dict[str, object], message: str) -> None:
     hidden_TD, weight_VD, targets_T = make(12, 30, 8)
     arguments = {"hidden": hidden_TD, "weight": weight_VD, "targets": targets_T, **change}
     with pytest.raises(ValueError, match=message):
         token_logprob(**arguments)  # type: ignore[arg-type]
 
 
-def test_backend_of_cpu_tensors_is_chunked() -> None:
+def test_resolve_backend_chooses_by_device_and_dtype() -> None:
     assert resolve_backend("auto", torch.device("cpu"), torch.float32) == "chunked"
     assert resolve_backend("auto", torch.device("cuda"), torch.bfloat16) == "triton"
     assert resolve_backend("auto", torch.device("cuda"), torch.float64) == "chunked"

@@ -1,4 +1,5 @@
-"""Vocabulary shards of 1 to 4 ranks give the log-probs and gradients of the unsplit head."""
+"""Tests that the vocabulary shards of 1 to 4 ranks give the log-probs and gradients of the unsplit
+head."""
 
 from __future__ import annotations
 
@@ -30,13 +31,14 @@ CASES = (
     Case(sequence_parallel=True, mask_share=0.5, main_grad=False),
     Case(sequence_parallel=True, mask_share=1.0, main_grad=True),
     Case(sequence_parallel=False, mask_share=0.0, main_grad=True),
-    # So few words that the last shards hold padding only.
+    # The vocabulary is so small that the last shards have only padding.
     Case(sequence_parallel=True, mask_share=0.7, main_grad=False, vocab=5),
 )
 
 
 def tensors(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """hidden, weight, targets, mask, weights of (log-prob, entropy) in the loss."""
+    """Return hidden states, weight, targets, mask, and the weights of (log-prob, entropy) in the
+    loss."""
     generator = torch.Generator().manual_seed(7)
     hidden_TD = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
     weight_VD = 3 * torch.randn(PADDED, HIDDEN, generator=generator, dtype=torch.float64)
@@ -47,7 +49,7 @@ def tensors(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def run_case(case: Case) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """One rank's log-probs, dHidden, dWeight and main gradient."""
+    """Return this rank's log-probs, dHidden, dWeight and main gradient."""
     group = dist.group.WORLD
     rank, size = dist.get_rank(), dist.get_world_size()
     hidden_TD, weight_VD, targets_T, mask_T, loss_2T = tensors(case)
@@ -84,7 +86,7 @@ def join(pieces: Iterator[Tensor | None]) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_shards_equal_the_whole(size: int) -> None:
+def test_vocabulary_shards_match_the_unsplit_head(size: int) -> None:
     by_rank = run_ranks(run_all_cases, size, timeout_seconds=90)
     for index, case in enumerate(CASES):
         hidden_TD, weight_VD, targets_T, mask_T, loss_2T = tensors(case)

@@ -1,4 +1,5 @@
-"""What `simulate` advises: its premise is true, and who follows it sees the figure get better."""
+"""Tests of the advice that `simulate` prints: its premise is true, and following it improves the
+result."""
 
 from __future__ import annotations
 
@@ -32,78 +33,85 @@ def printed(*overrides: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Advice:
-    """`settings` bring about the line that holds `words`, about `figure`; `tries` are what it
-    names, each of which by itself makes the figure smaller."""
+    """One line of advice to test.
+
+    Attributes:
+        words: Text that the line contains.
+        result: Field of `Summary` that the line is about.
+        settings: Overrides with which the line is printed.
+        remedies: Overrides that the line suggests, each of which alone makes the result smaller.
+    """
 
     words: str
-    figure: str
+    result: str
     settings: tuple[str, ...]
-    tries: tuple[tuple[str, ...], ...]
+    remedies: tuple[tuple[str, ...], ...]
 
 
 FULL = ("schedule.preset=pipeline", "schedule.concurrency=160", "simulate.kv_capacity_tokens=6000")
 STORM = (*FULL, "simulate.admission_reserve_tokens=0", "simulate.load_report_seconds=0.5")
 AHEAD = ("schedule.preset=pipeline", "schedule.concurrency=160")
-ROOM = (("schedule.concurrency=16",), ("simulate.kv_capacity_tokens=60000",))
+RELIEVE_KV = (("schedule.concurrency=16",), ("simulate.kv_capacity_tokens=60000",))
 ADVICE = [
     Advice(
-        "engines idle",
+        "engines are idle",
         "engine_idle",
         ("schedule.preset=sync",),
         (("schedule.preset=pipeline",), ("schedule.preset=async",)),
     ),
     Advice(
-        "trainer idle",
+        "trainer is idle",
         "trainer_idle",
         ("schedule.preset=sync",),
         (("schedule.preset=copris",), ("schedule.preset=pipeline",), ("schedule.preset=async",)),
     ),
     Advice(
-        "engines idle",
+        "engines are idle",
         "engine_idle",
-        (*AHEAD, "simulate.steps=60", "simulate.warmup_steps=30"),  # the first burst is used up
+        # The warm-up ends after the batches of the initial burst were consumed.
+        (*AHEAD, "simulate.steps=60", "simulate.warmup_steps=30"),
         (("parallel.ranks=4",), ("engines.count=1",)),
     ),
     Advice(
-        "trainer idle",
+        "trainer is idle",
         "trainer_idle",
         ("schedule.preset=pipeline", "schedule.concurrency=4"),
         (("schedule.concurrency=40",), ("engines.count=4",)),
     ),
-    Advice("requests wait for KV cache", "kv_full", FULL, ROOM),
+    Advice("requests wait for space in the KV cache", "kv_full", FULL, RELIEVE_KV),
     Advice(
         "recomputation_storm",
         "recomputed_at_preemption",
         STORM,
-        (*ROOM, ("schedule.concurrency=auto",)),
+        (*RELIEVE_KV, ("schedule.concurrency=auto",)),
     ),
-    Advice("most where the KV cache is full", "recomputed_at_preemption", STORM, ROOM),
+    Advice("mostly because the KV cache is full", "recomputed_at_preemption", STORM, RELIEVE_KV),
     Advice(
-        "most where responses are resumed",
+        "mostly because responses are resumed",
         "recomputed_at_resume",
         ("schedule.preset=copris",),
         (("schedule.groups_per_batch=24",), ("schedule.concurrency=20",)),
     ),
     Advice(
-        "most at weight updates",
+        "mostly because of weight updates",
         "recomputed_at_update",
         (*AHEAD, "schedule.kv=recompute"),
         (("schedule.kv=keep",),),
     ),
     Advice(
-        "most as stale",
+        "mostly as stale",
         "wasted",
         ("schedule.preset=async", "schedule.concurrency=400"),
         (("schedule.max_async_level=4",), ("schedule.on_stale=wait",)),
     ),
     Advice(
-        "most as overflow",
+        "mostly as overflow",
         "wasted",
         (*AHEAD, "schedule.overflow=drop_oldest"),
         (("schedule.overflow=block",), ("schedule.concurrency=16",)),
     ),
     Advice(
-        "most as filtered",
+        "mostly as filtered",
         "wasted",
         ("schedule.preset=pipeline", "schedule.dynamic_sampling=true"),
         (("schedule.dynamic_sampling=false",),),
@@ -118,16 +126,16 @@ ADVICE = [
 
 
 @pytest.mark.parametrize("advice", ADVICE, ids=lambda a: f"{a.words}, {a.settings[0]}")
-def test_each_setting_that_is_named_makes_the_figure_better(advice: Advice) -> None:
+def test_advice_improves_its_result_when_followed(advice: Advice) -> None:
     line = next(line for line in printed(*advice.settings) if advice.words in line)
     remedy = line.split(advice.words)[1]
     named = re.findall(r"\b(?:schedule|simulate|engines|parallel|task)\.[a-z_.]*[a-z_]", remedy)
-    tried = {text.partition("=")[0] for texts in advice.tries for text in texts}
-    assert set(named) == tried, "the test follows what the line advises"
-    before = getattr(point(*advice.settings).summary, advice.figure)
-    for texts in advice.tries:
-        after = getattr(point(*advice.settings, *texts).summary, advice.figure)
-        assert after < before, f"{texts}: {advice.figure} {before:.3f} → {after:.3f}"
+    tested = {text.partition("=")[0] for texts in advice.remedies for text in texts}
+    assert set(named) == tested, "the test tries exactly the settings that the line names"
+    before = getattr(point(*advice.settings).summary, advice.result)
+    for texts in advice.remedies:
+        after = getattr(point(*advice.settings, *texts).summary, advice.result)
+        assert after < before, f"{texts}: {advice.result} {before:.3f} → {after:.3f}"
 
 
 @pytest.mark.parametrize(
@@ -139,7 +147,7 @@ def test_each_setting_that_is_named_makes_the_figure_better(advice: Advice) -> N
     ],
     ids=["a batch that drains", "a lag bound", "engines.max_running_requests"],
 )
-def test_slots_that_are_empty_for_another_reason_are_no_full_cache(
+def test_advice_does_not_blame_the_cache_when_slots_are_empty_otherwise(
     settings: tuple[str, ...],
 ) -> None:
     one = point(*settings)
@@ -147,19 +155,19 @@ def test_slots_that_are_empty_for_another_reason_are_no_full_cache(
     assert not [line for line in comments(one) if "KV" in line]
 
 
-def test_gpus_that_train_and_generate_in_turn_get_no_advice_that_is_refused_there() -> None:
+def test_advice_is_empty_for_shared_gpus_that_alternate() -> None:
     assert point("schedule.preset=sync", "simulate.placement=colocated").summary.trainer_idle > 0.4
     assert printed("schedule.preset=sync", "simulate.placement=colocated") == []
 
 
-def test_a_last_engine_is_not_to_be_taken_away() -> None:
+def test_advice_does_not_remove_the_last_engine() -> None:
     (line, *_) = printed(*AHEAD, "engines.count=1", "parallel.ranks=8")
     assert line.endswith("try more parallel.ranks")
 
 
-def test_a_higher_concurrency_is_not_advised_where_requests_wait_for_kv() -> None:
+def test_advice_does_not_raise_concurrency_when_requests_wait_for_kv() -> None:
     settings = (*FULL, "simulate.kv_capacity_tokens=2200")
-    (line,) = [line for line in printed(*settings) if "trainer idle" in line]
+    (line,) = [line for line in printed(*settings) if "trainer is idle" in line]
     assert line.endswith("try more engines.count")
 
 
@@ -167,10 +175,10 @@ def test_a_higher_concurrency_is_not_advised_where_requests_wait_for_kv() -> Non
     ("settings", "remedy"),
     [
         ((), r"larger engines\.tensor 1, simulate\.gpu\.name A6000 or simulate\.kv_capacity_tok"),
-        (("simulate.kv_capacity_tokens=100",), r"\): set a larger simulate\.kv_capacity_tokens$"),
+        (("simulate.kv_capacity_tokens=100",), r"\). Set a larger simulate\.kv_capacity_tokens$"),
     ],
 )
-def test_a_response_that_does_not_fit_names_what_makes_room(
+def test_engine_costs_name_the_remedy_when_a_response_does_not_fit(
     settings: tuple[str, ...], remedy: str
 ) -> None:
     large = ("simulate.model=llama-3-70b", "simulate.gpu.name=A6000")

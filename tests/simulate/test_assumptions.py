@@ -1,4 +1,4 @@
-"""Every constant that was assumed is in the output of `simulate` and `plan`, and in the docs."""
+"""Tests that every assumed constant is in the output of `simulate` and `plan`, and in the docs."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ def row(constant: Constant) -> str:
     return f"| `{constant.name}` | {constant.value} | {constant.meaning} |"
 
 
-def test_the_docs_list_every_constant_with_its_default() -> None:
+def test_docs_list_every_assumed_constant_with_its_default() -> None:
     section = DOCS.read_text().split(HEADING)[1].split("\n## ")[0]
     written = [line for line in section.splitlines() if line.startswith("| `")]
     now = [row(constant) for constant in (*setting_constants(SimulateConfig()), *CODE_CONSTANTS)]
     assert written == now, "the rows must be:\n" + "\n".join(now)
 
 
-def test_the_value_is_that_of_the_run() -> None:
+def test_assumptions_show_the_values_of_the_run() -> None:
     assert "simulate.load_report_seconds: 0.5" in assumptions(
         config("copris", load_report_seconds=0.5)
     )
 
 
-def test_a_sweep_lists_what_each_point_rests_on() -> None:
+def test_assumptions_of_all_label_those_that_differ() -> None:
     small, large = config("copris"), config("copris", model="qwen2.5-7b")
     lines = assumptions_of_all([("small", small), ("large", large)])
     for label, point in (("small", small), ("large", large)):
         model = next(line for line in assumptions(point) if line.startswith("model: "))
         assert f"{label}: {model}" in lines
-    assert "simulate.efficiency.links: 0.7" in lines  # of both: once
+    assert "simulate.efficiency.links: 0.7" in lines  # once, because both share it
     assert len(lines) == len(set(lines)) < 2 * len(assumptions(small))

@@ -1,7 +1,8 @@
-"""What `max_async_level` buys under `async`: k = 1 for equal stages, k = 2 for a slow broadcast.
+"""Tests of `max_async_level` under `async`: k = 1 suffices for equal stages, and k = 2 for a slow
+broadcast.
 
-The trainer's seconds are set to those that generation takes by itself, so both stages last equally
-long. Batches are of 24 responses.
+The trainer's seconds are set to those that generation takes without a trainer, so both stages last
+equally long. Batches have 24 responses.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ BATCH = 24
 EQUAL_LENGTHS = {"distribution": "constant", "median": 400.0}
 SPREAD_LENGTHS = {"distribution": "lognormal", "median": 400.0, "sigma": 0.3}
 IDLE = 0.02
-"""A share of the time that counts as not idling: measured are 0.2 % at most with k = 1 and equal
-lengths, 1.2 % with k = 2 and a slow broadcast."""
+"""Share of the time up to which a side counts as busy. Measured are 0.2 % at most with k = 1 and
+equal lengths, and 1.2 % with k = 2 and a slow broadcast."""
 
 
 def run(
@@ -31,7 +32,8 @@ def run(
     update: float = 0.0,
     in_flight: int = BATCH,
 ) -> Summary:
-    """50 steps; nothing takes time but generation, training and the weight update."""
+    """Simulate 50 steps after the warm-up, in which only generation, training and the weight update
+    take time."""
     changes = {
         "schedule": {
             "preset": "async",
@@ -54,19 +56,19 @@ def run(
 
 
 def generation_seconds(lengths: dict[str, Any]) -> float:
-    """Of one batch, with a trainer that takes no time."""
+    """Return the seconds to generate one batch, with a trainer that takes no time."""
     return run(1, lengths).step_seconds
 
 
-def test_with_k_1_and_equal_stage_times_neither_side_idles() -> None:
+def test_engines_and_trainer_stay_busy_when_k_is_1_and_stages_are_equal() -> None:
     stage = generation_seconds(EQUAL_LENGTHS)
     both = run(1, EQUAL_LENGTHS, train=stage)
     assert both.engine_idle < IDLE and both.trainer_idle < IDLE
     assert both.step_seconds == pytest.approx(stage, rel=IDLE)
 
 
-def test_with_k_0_both_sides_wait_for_each_other() -> None:
-    """The control: half of the time each."""
+def test_engines_and_trainer_idle_half_the_time_when_k_is_0() -> None:
+    """This is the control: without asynchrony, each side waits while the other works."""
     stage = generation_seconds(EQUAL_LENGTHS)
     both = run(0, EQUAL_LENGTHS, train=stage)
     assert both.engine_idle == pytest.approx(0.5, abs=IDLE)
@@ -74,11 +76,11 @@ def test_with_k_0_both_sides_wait_for_each_other() -> None:
 
 
 @pytest.mark.parametrize("share", [0.25, 1.0])
-def test_k_2_leaves_room_for_a_slow_broadcast(share: float) -> None:
-    """A broadcast of a quarter of a stage, or of a whole one, and lengths that differ.
+def test_trainer_stays_busy_with_slow_broadcast_when_k_is_2(share: float) -> None:
+    """The broadcast takes a quarter of a stage, or a whole stage, and lengths differ.
 
     With k = 1 the trainer waits for the longest response of every batch. With k = 2 it has the next
-    batch when the broadcast is over: a step is training and broadcast, nothing else.
+    batch when the broadcast is over: a step consists of training and broadcast only.
     """
     train = generation_seconds(SPREAD_LENGTHS)
     update = share * train

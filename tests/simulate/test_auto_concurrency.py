@@ -1,7 +1,9 @@
-"""`concurrency: auto` in the simulator: at least 95 % of the best fixed N' of a sweep.
+"""Tests that `concurrency: auto` reaches at least 95 % of the throughput of the best fixed N' of a
+sweep.
 
-Both are measured over the same batches, after `WARM_UP`, trials included: auto begins with what the
-KV cache should hold, two batches' worth at most, and has settled by then.
+Both are measured over the same batches, after `WARM_UP`, including auto's trials. Auto starts with
+the number of requests that the KV cache should fit, but two batches at most, and has settled by
+then.
 """
 
 from __future__ import annotations
@@ -22,15 +24,15 @@ STEPS = 45
 NEEDED = 0.95
 
 WORKLOADS = {
-    # N' is bounded by the KV cache: a quarter of what the GPU would hold
+    # N' is limited by the KV cache, which has a quarter of the GPU's real capacity.
     "copris, KV-bound": (
         "copris-7b-16gpu",
         ("simulate.kv_capacity_tokens=150000",),
         (256, 768, 1536),
     ),
-    # the cache is large enough; what bounds N' is the prefill of resumed requests
+    # The cache is large enough; the prefill of resumed requests limits N'.
     "copris, not KV-bound": ("copris-7b-16gpu", (), (256, 1024, 2048)),
-    # the trainer bounds the throughput once N' is large enough
+    # The trainer limits the throughput once N' is large enough.
     "pipeline": ("pipeline-split-7b-128gpu", (), (1024, 3072, 6144)),
 }
 
@@ -41,12 +43,14 @@ def point(name: str, *overrides: str) -> Summary:
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
-def test_auto_reaches_95_percent_of_the_best_fixed_concurrency(workload: str) -> None:
+def test_auto_concurrency_reaches_95_percent_of_best_fixed_value(workload: str) -> None:
     name, overrides, sweep = WORKLOADS[workload]
     speed = {
         n: point(name, *overrides, f"schedule.concurrency={n}").tokens_per_second for n in sweep
     }
     best = max(speed.values())
-    assert min(speed.values()) < NEEDED * best, "any N' would do: the sweep shows nothing"
+    assert min(speed.values()) < NEEDED * best, (
+        "every N' is good enough, so the sweep tests nothing"
+    )
     found = point(name, *overrides, "schedule.concurrency=auto")
     assert found.tokens_per_second >= NEEDED * best, (found.concurrency, speed)

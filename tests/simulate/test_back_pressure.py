@@ -1,4 +1,5 @@
-"""A scorer that is slower than generation: what it holds back, and what it costs in lag."""
+"""Tests of a scorer that is slower than generation: back-pressure limits the requests and
+the lag."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from tests.simulate.test_world import SMALL
 SLOW = {
     "warmup_steps": 1,
     "reward": {"scorer_seconds": 0.25},
-    # so that no lag is a straggler's, and the trainer is not what is waited for
+    # Equal lengths and a fast trainer, so that neither stragglers nor the trainer cause lag.
     "lengths": {"distribution": "constant", "median": 100},
     "efficiency": {"batch_overhead_seconds": 0.1, "weight_update_overhead_seconds": 0.1},
 }
 
 
 def run(preset: str, scorers: int = 1, steps: int = 60, **schedule: Any) -> World:
-    """Three quarters of a batch in flight, as in the quickstart."""
+    """Simulate a run with three quarters of a batch in flight, as in the quickstart."""
     sizes = {"preset": preset, "groups_per_batch": 8, "group_size": 4, "concurrency": 24}
     changes = {
         "schedule": {**sizes, **schedule},
@@ -35,13 +36,13 @@ def lags(world: World) -> list[int]:
     return [lag.lag_max for lag in world.statistics.lags]
 
 
-def test_lag_is_at_most_2_after_any_number_of_steps() -> None:
+def test_lag_stays_at_most_2_when_scorer_is_slower_than_generation() -> None:
     world = run("copris", steps=300)
     assert max(lags(world)) == 2
     assert "scoring_backlog" in world.statistics.warnings
 
 
-def test_without_a_limit_lag_would_grow_at_every_step() -> None:
-    """The negative control: scores are what bounds this run."""
+def test_lag_grows_with_every_step_when_waiting_batches_are_unlimited() -> None:
+    """This is the negative control: scoring limits the speed of this run."""
     unlimited = lags(run("copris", max_waiting_batches=10_000))
     assert unlimited[29] > 25 and unlimited[59] > 50

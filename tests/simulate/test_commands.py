@@ -1,4 +1,4 @@
-"""`megatron-async simulate`, `plan` and `replay` on the command line."""
+"""Tests of `megatron-async simulate`, `plan` and `replay` on the command line."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def call(*arguments: object) -> str:
     return result.output
 
 
-def test_simulate_prints_figures_and_assumptions(config_file: Path) -> None:
+def test_simulate_prints_results_and_assumptions(config_file: Path) -> None:
     output = call("simulate", "--config", config_file, "--set", "simulate.steps=8", "--wide")
     for words in ("tokens/s", "trainer idle", "recomputed", "All others: --assumptions"):
         assert words in output
@@ -52,7 +52,7 @@ def test_simulate_prints_figures_and_assumptions(config_file: Path) -> None:
     assert "simulate.efficiency.links: 0.7" in everything
 
 
-def test_a_point_whose_settings_cannot_be_is_named(config_file: Path) -> None:
+def test_simulate_names_the_preset_whose_settings_are_invalid(config_file: Path) -> None:
     few = ("--config", config_file, "schedule.groups_per_batch=2", "--presets", "all")
     with pytest.raises(UserError, match=r"^schedule\.preset=rapid: .* updates_per_batch is 8 "):
         call("simulate", *few)
@@ -62,11 +62,11 @@ def test_simulate_refuses_a_plot_before_it_simulates_when_matplotlib_is_missing(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"--plot is out\.png; matplotlib.*\[plot\]"):
+    with pytest.raises(UserError, match=r"--plot is out\.png; .*matplotlib.*\[plot\]"):
         simulate_command(config_file, [], [], "", Path("out.png"))
 
 
-def test_simulate_sweeps_and_plots(config_file: Path, tmp_path: Path) -> None:
+def test_simulate_sweeps_settings_and_writes_a_plot(config_file: Path, tmp_path: Path) -> None:
     picture = tmp_path / "out.png"
     output = call(
         "simulate", "--config", config_file, "--sweep", "schedule.concurrency=24,40",
@@ -77,7 +77,7 @@ def test_simulate_sweeps_and_plots(config_file: Path, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_table_fits_eighty_columns_unless_it_is_asked_to_be_wide(config_file: Path) -> None:
+def test_tables_fit_80_columns_without_wide(config_file: Path) -> None:
     command = ("simulate", "--config", str(config_file), "--set", "simulate.steps=8")
     result = CliRunner().invoke(app, command, env={"COLUMNS": "80"})
     rows = [line for line in result.output.splitlines() if line.startswith(("│", "┃", "┏"))]
@@ -89,7 +89,7 @@ def test_a_table_fits_eighty_columns_unless_it_is_asked_to_be_wide(config_file: 
     assert rows and max(map(len, rows)) <= 80
 
 
-def test_a_preset_that_fails_does_not_throw_away_the_others(
+def test_simulate_prints_other_presets_when_one_fails(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def one_fails(settings: SimulationConfig) -> Summary:
@@ -107,7 +107,7 @@ def test_a_preset_that_fails_does_not_throw_away_the_others(
     assert "sync" in result.output and "x first" in result.output
 
 
-def test_plans_that_are_as_fast_are_sorted_by_simplicity_and_then_by_lag() -> None:
+def test_ranked_sorts_equally_fast_plans_by_complexity_then_lag() -> None:
     def plan(speed: float, lag: float, ranks: int = 1) -> Candidate:
         summary = Mock(tokens_per_second=speed, lag_mean=lag)
         return Mock(summary=summary, complexity=(ranks, 1), refused=False)
@@ -119,12 +119,12 @@ def test_plans_that_are_as_fast_are_sorted_by_simplicity_and_then_by_lag() -> No
 
 
 @pytest.mark.parametrize("text", ["a.b", "a.b=", "=1", "a.b=1,,2"])
-def test_a_bad_sweep_is_named(text: str) -> None:
+def test_parse_sweep_refuses_an_invalid_option(text: str) -> None:
     with pytest.raises(UserError, match="--sweep"):
         parse_sweep(text)
 
 
-def test_plan_prints_the_best_and_the_others(config_file: Path) -> None:
+def test_plan_prints_the_best_plan_and_unusable_schedules(config_file: Path) -> None:
     four = ("plan", "--config", config_file, "--set", "simulate.gpus=4")
     output = call(*four, "--presets", "copris", "--top", 2)
     assert "best of " in output and "parallel: {ranks: " in output
@@ -145,7 +145,7 @@ def recorded(directory: Path) -> Path:
     return path
 
 
-def test_replay_finds_the_same_actions(tmp_path: Path) -> None:
+def test_replay_reports_equal_actions_for_an_unchanged_record(tmp_path: Path) -> None:
     path = recorded(tmp_path)
     count = len(path.read_text().splitlines()) - 1
     output = call("replay", tmp_path)
@@ -154,36 +154,37 @@ def test_replay_finds_the_same_actions(tmp_path: Path) -> None:
     assert "batch 11 emitted" not in call("replay", tmp_path, "--no-timeline")
 
 
-def test_replay_names_the_first_difference(tmp_path: Path) -> None:
+def test_replay_names_the_first_event_with_other_actions(tmp_path: Path) -> None:
     path = recorded(tmp_path)
     lines = path.read_text().splitlines()
-    place = next(i for i, line in enumerate(lines) if '"Score"' in line)
-    changed = json.loads(lines[place])
+    index = next(i for i, line in enumerate(lines) if '"Score"' in line)
+    changed = json.loads(lines[index])
     changed["a"] = [action for action in changed["a"] if action[0] != "Score"]
-    lines[place] = json.dumps(changed)
+    lines[index] = json.dumps(changed)
     path.write_text("\n".join(lines) + "\n")
-    with pytest.raises(ComponentFailure, match=rf"event {place - 1} .*Score"):
+    with pytest.raises(ComponentFailure, match=rf"event {index - 1} .*Score"):
         call("replay", tmp_path)
 
 
 def test_replay_shows_the_exception_at_its_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that a defect of the scheduler ended, recorded; today's scheduler still has it."""
+    """The record is of a run that a defect of the scheduler ended; the current scheduler still has
+    the defect."""
     path = recorded(tmp_path)
     lines = path.read_text().splitlines()
-    place = next(i for i, line in enumerate(lines) if '["Submit",0,' in line)
+    index = next(i for i, line in enumerate(lines) if '["Submit",0,' in line)
     event, error = ev.EngineLoad("engine-0", 0.5, 3), "LookupError('a defect')"
     monkeypatch.setattr(SchedulerWarnings, "load", Mock(side_effect=LookupError("a defect")))
     line = json.dumps({"e": ["EngineLoad", "engine-0", 0.5, 3], "a": [["Raised", error]]})
-    path.write_text("\n".join([*lines[: place + 1], line]) + "\n")
+    path.write_text("\n".join([*lines[: index + 1], line]) + "\n")
     output = call("replay", tmp_path)
-    assert f"{place:>9}  {event}: the scheduler raised {error}" in output
-    assert f"event {place} ({event}) makes it raise\nTraceback" in output and "in step" in output
-    assert f"same actions for {place + 1} events, 1 of which raised then too" in output
+    assert f"{index:>9}  {event}: the scheduler raised {error}" in output
+    assert f"event {index} ({event}) makes it raise\nTraceback" in output and "in step" in output
+    assert f"same actions for {index + 1} events, 1 of which raised then too" in output
 
 
-def test_replay_of_nothing_is_named(tmp_path: Path) -> None:
+def test_replay_names_the_setting_or_lineage_when_nothing_is_recorded(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="record_events"):
         call("replay", tmp_path)
     recorded(tmp_path)

@@ -1,4 +1,5 @@
-"""The decode batch that is advanced in closed form, against one that is stepped token by token."""
+"""Tests of the simulated engine: its decode batch, advanced in closed form, against a batch that is
+advanced token by token."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ FIXED, PER_KV, PREFILL = 0.01, 1e-6, 1e-5
 
 @dataclass(frozen=True)
 class Costs:
-    """A step costs FIXED + FIXED x batch / 100 + PER_KV x KV, prefill PREFILL a token."""
+    """Cost model in which a decode step takes FIXED + FIXED x batch / 100 + PER_KV x KV, and
+    prefill PREFILL a token."""
 
     kv_capacity_tokens: int = 10**9
 
@@ -35,7 +37,8 @@ def make(
 
 
 def drive(engine: Engine, until: float = float("inf")) -> dict[int, float]:
-    """Let everything happen that happens by itself; completion times by trajectory."""
+    """Process the engine's events until none is left or until virtual time `until`; return
+    completion times by trajectory id."""
     finished: dict[int, float] = {}
     while True:
         engine.admit()
@@ -53,7 +56,8 @@ def drive(engine: Engine, until: float = float("inf")) -> dict[int, float]:
 
 
 def stepped(lengths: list[int], prompt: int) -> dict[int, float]:
-    """The same, one decode step after the other; every request has its own prompt."""
+    """Return the completion times by trajectory id when each decode step is simulated singly; every
+    request has a different prompt."""
     now = PREFILL * prompt * len(lengths)
     finished: dict[int, float] = {}
     running = dict(enumerate(lengths))
@@ -61,7 +65,7 @@ def stepped(lengths: list[int], prompt: int) -> dict[int, float]:
     while running:
         kv = sum(prompt + step for _ in running)
         fixed, per_kv = Costs().decode(len(running))
-        now += fixed + per_kv * (kv + len(running) / 2)  # KV in the middle of the step
+        now += fixed + per_kv * (kv + len(running) / 2)  # the KV size in the middle of the step
         step += 1
         for i in [i for i, length in running.items() if length == step]:
             del running[i]
@@ -71,7 +75,7 @@ def stepped(lengths: list[int], prompt: int) -> dict[int, float]:
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=20), st.integers(1, 500))
 @settings(max_examples=50)
-def test_completion_times_are_those_of_single_steps(lengths: list[int], prompt: int) -> None:
+def test_engine_completes_requests_when_single_steps_would(lengths: list[int], prompt: int) -> None:
     engine = make()
     for i, length in enumerate(lengths):
         engine.submit(SimulatedRequest(i, i, prompt, 0, length))
@@ -85,21 +89,21 @@ def test_completion_times_are_those_of_single_steps(lengths: list[int], prompt: 
     slots=st.one_of(st.none(), st.integers(1, 10)),
 )
 @settings(max_examples=100)
-def test_a_full_cache_preempts_and_loses_nothing(
+def test_engine_loses_no_token_when_full_cache_preempts(
     lengths: list[int], capacity: int, reserve: int, slots: int | None
 ) -> None:
     engine = make(capacity, reserve, slots=slots)
     for i, length in enumerate(lengths):
         engine.submit(SimulatedRequest(i, i, 40, 0, length))
     assert sorted(drive(engine)) == list(range(len(lengths)))
-    # a preempted request generates the token that it was at once more
+    # A preempted request generates its current token again.
     surplus = engine.counters.generated - sum(lengths)
     assert -1e-3 <= surplus <= engine.counters.preemptions + 1e-3
     assert (engine.counters.preempted_prefill > 0) == (engine.counters.preemptions > 0)
     assert engine.kv == 0 and not engine._waiting
 
 
-def test_tokens_belong_to_the_version_at_the_end_of_their_step() -> None:
+def test_tokens_get_the_version_at_the_end_of_their_step() -> None:
     engine = make()
     engine.submit(SimulatedRequest(0, 0, 1, 0, 100))
     engine.admit()
@@ -117,7 +121,7 @@ def test_tokens_belong_to_the_version_at_the_end_of_their_step() -> None:
     assert engine.take_tokens(request) == []
 
 
-def test_a_pause_stops_time_and_recompute_costs_a_prefill() -> None:
+def test_pause_stops_decoding_and_recompute_costs_a_prefill() -> None:
     for recompute in (False, True):
         engine = make()
         engine.submit(SimulatedRequest(0, 0, 100, 0, 50))
@@ -134,7 +138,7 @@ def test_a_pause_stops_time_and_recompute_costs_a_prefill() -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_prompt_that_older_weights_computed_is_not_shared(recompute: bool) -> None:
+def test_prompt_is_not_shared_when_older_weights_computed_it(recompute: bool) -> None:
     engine = make()
     engine.submit(SimulatedRequest(0, 7, 100, 0, 50))
     engine.admit()
@@ -144,7 +148,7 @@ def test_a_prompt_that_older_weights_computed_is_not_shared(recompute: bool) -> 
     for trajectory_id in (1, 2):
         engine.submit(SimulatedRequest(trajectory_id, 7, 100, 0, 50))
     engine.admit()
-    assert engine.kv == (100 if recompute else 200), "members that began together share"
+    assert engine.kv == (100 if recompute else 200), "members with equal weights share the prompt"
     assert engine.cancel([0])
     assert engine.kv == 100
     engine.cancel([1, 2])
@@ -152,7 +156,7 @@ def test_a_prompt_that_older_weights_computed_is_not_shared(recompute: bool) -> 
 
 
 @pytest.mark.parametrize("canceled", [range(2), range(4), range(6)])
-def test_requests_that_leave_together_free_what_each_had(canceled: range) -> None:
+def test_cancel_frees_the_kv_of_all_requests_canceled_together(canceled: range) -> None:
     engine = make(slots=4)
     for i in range(6):
         engine.submit(SimulatedRequest(i, i // 2, 100, 0, 50))
@@ -167,6 +171,6 @@ def test_requests_that_leave_together_free_what_each_had(canceled: range) -> Non
             request = requests[trajectory_id]
             assert tokens == request.written == [(0, request.before)]
             assert request.before + request.remaining == 50 and request.before > 0
-    left = len(engine.running)
-    assert left == max(0, 4 - len(canceled))
-    assert engine.kv == pytest.approx(left // 2 * 100 + left * engine.steps)
+    remaining = len(engine.running)
+    assert remaining == max(0, 4 - len(canceled))
+    assert engine.kv == pytest.approx(remaining // 2 * 100 + remaining * engine.steps)

@@ -1,4 +1,5 @@
-"""Cost models of engines and trainers: limits of the roofline, measured tables, memory, padding."""
+"""Tests of the cost models of engines and trainers: limits of the roofline, measured tables, memory
+and padding."""
 
 from __future__ import annotations
 
@@ -59,11 +60,11 @@ SEVEN = SHAPES["qwen2.5-7b"]
     ("name", "billions"),
     [("qwen2.5-0.5b", 0.494), ("qwen2.5-1.5b", 1.54), ("qwen2.5-7b", 7.62), ("llama-3-70b", 70.6)],
 )
-def test_parameter_counts_are_the_published_ones(name: str, billions: float) -> None:
+def test_model_shape_has_the_published_parameter_count(name: str, billions: float) -> None:
     assert SHAPES[name].parameters / 1e9 == pytest.approx(billions, rel=0.005)
 
 
-def test_experts_count_by_use() -> None:
+def test_weight_bytes_read_count_only_experts_in_use() -> None:
     moe = SHAPES["qwen3-30b-a3b"]
     assert moe.parameters / 1e9 == pytest.approx(30.5, rel=0.01)
     assert moe.active_parameters / 1e9 == pytest.approx(3.3, rel=0.1)
@@ -72,7 +73,7 @@ def test_experts_count_by_use() -> None:
     assert many == pytest.approx(2 * (moe.parameters - moe.head_parameters), rel=0.01)
 
 
-def test_small_batches_are_bound_by_memory_large_ones_by_compute() -> None:
+def test_roofline_is_memory_bound_for_small_and_compute_bound_for_large_batches() -> None:
     gpu = DATA_SHEETS["H100"]
     engine = RooflineEngine(SEVEN, gpu, PEAK, 1, 10**6)
     read = 2 * SEVEN.active_parameters / gpu.memory_bandwidth
@@ -83,16 +84,16 @@ def test_small_batches_are_bound_by_memory_large_ones_by_compute() -> None:
     assert engine.decode(1)[1] == pytest.approx(SEVEN.kv_bytes_per_token / gpu.memory_bandwidth)
 
 
-def test_kv_capacity_is_what_weights_leave() -> None:
-    left = 80e9 * 0.9 - 2 * SEVEN.parameters
-    assert kv_capacity_tokens(SEVEN, 80e9, 0.9, 1, 0.0) == int(left // 57344)
+def test_kv_capacity_is_the_memory_remaining_after_weights() -> None:
+    free = 80e9 * 0.9 - 2 * SEVEN.parameters
+    assert kv_capacity_tokens(SEVEN, 80e9, 0.9, 1, 0.0) == int(free // 57344)
     assert kv_capacity_tokens(SEVEN, 80e9, 0.9, 1, 60e9) < 0
-    # 8 ranks share 4 KV heads: each is held twice
+    # 8 ranks share 4 KV heads, so each head is stored twice.
     doubled = kv_capacity_tokens(SEVEN, 80e9, 0.9, 8, 0.0)
     assert doubled == int((8 * 72e9 - 2 * SEVEN.parameters) // (2 * 57344))
 
 
-def test_trainer_state_is_sharded_as_megatron_does() -> None:
+def test_trainer_state_bytes_match_megatron_sharding() -> None:
     parameters = SEVEN.parameters
     one, many = ParallelConfig(), ParallelConfig(ranks=16, tensor=2, pipeline=2)
     assert trainer_state_bytes(SEVEN, one, sharded=True) == 18 * parameters
@@ -100,15 +101,16 @@ def test_trainer_state_is_sharded_as_megatron_does() -> None:
     assert trainer_state_bytes(SEVEN, many, sharded=False) == parameters / 4 * 18
 
 
-def test_offloading_copies_weights_and_optimizer_state_but_no_gradients() -> None:
+def test_offloaded_bytes_exclude_gradients() -> None:
     parameters = SEVEN.parameters
     many = ParallelConfig(ranks=16, tensor=2, pipeline=2)
     assert offloaded_bytes(SEVEN, ParallelConfig(), sharded=True) == 14 * parameters
     assert offloaded_bytes(SEVEN, many, sharded=True) == parameters / 4 * (2 + 3)
 
 
-def test_the_peak_is_that_of_the_larger_part_of_an_update() -> None:
-    """Activations are gone when the optimizer makes its step; which is larger depends on DP."""
+def test_trainer_memory_peak_adds_only_the_larger_phase_to_the_state() -> None:
+    """Activations are freed before the optimizer's step; which of the two is larger depends on
+    DP."""
 
     def memory(data: int) -> TrainerMemory:
         layout = ParallelConfig(ranks=2 * data, tensor=2)
@@ -132,14 +134,14 @@ def test_the_peak_is_that_of_the_larger_part_of_an_update() -> None:
         (28, 28 * 2, 46, 1.0),
     ],
 )
-def test_recomputing_less_keeps_more_and_costs_less(
+def test_kept_bytes_fall_and_recomputed_passes_rise_with_recomputation(
     recompute: Recompute, kept: float, transient: float, passes: float
 ) -> None:
     assert kept_bytes(SEVEN, 28, recompute) == pytest.approx((kept, transient), rel=0.03)
     assert recomputed_passes(SEVEN, 28, recompute) == pytest.approx(passes, abs=0.06)
 
 
-def test_the_least_recomputation_is_the_one_with_the_least_work_that_fits() -> None:
+def test_fitting_recompute_returns_the_least_work_that_fits() -> None:
     config = build_simulation(
         {
             "parallel": {"ranks": 32, "tensor": 2},
@@ -149,16 +151,16 @@ def test_the_least_recomputation_is_the_one_with_the_least_work_that_fits() -> N
     peaks = [memory_of_trainer(config, SEVEN, choice).peak for choice in by_work(SEVEN, 28)]
     assert fitting_recompute(config, SEVEN, 1e12) == "none"
     assert fitting_recompute(config, SEVEN, min(peaks) - 1) is None
-    room = (peaks[0] + peaks[-1]) / 2
-    found = fitting_recompute(config, SEVEN, room)
+    memory = (peaks[0] + peaks[-1]) / 2
+    found = fitting_recompute(config, SEVEN, memory)
     assert isinstance(found, int) and 0 < found < 28
-    assert memory_of_trainer(config, SEVEN, found).peak <= room
-    assert memory_of_trainer(config, SEVEN, found - 1).peak > room
-    given = config.with_section("trainer", recompute="none")
-    assert fitting_recompute(given, SEVEN, room) is None
+    assert memory_of_trainer(config, SEVEN, found).peak <= memory
+    assert memory_of_trainer(config, SEVEN, found - 1).peak > memory
+    explicit = config.with_section("trainer", recompute="none")
+    assert fitting_recompute(explicit, SEVEN, memory) is None
 
 
-def test_a_data_sheet_figure_can_be_set() -> None:
+def test_gpu_of_uses_configured_figures_before_the_data_sheet() -> None:
     gpu = gpu_of(GpuConfig(name="A100", memory_gb=40))
     assert (gpu.memory, gpu.flops) == (40e9, 312e12)
 
@@ -179,19 +181,19 @@ def table(**changes: object) -> dict[str, object]:
     return {**data, **changes}
 
 
-def test_a_measured_table_is_interpolated_and_continued() -> None:
+def test_measured_engine_interpolates_and_extrapolates_batches() -> None:
     costs = fit_engine_costs(table())
     for batch in (1, 8, 16, 40, 64, 128):
         assert costs.decode(batch) == pytest.approx((0.001 * batch, 1e-6), rel=1e-6)
     assert costs.prefill(300, 0.0) == pytest.approx(0.005)
 
 
-def test_one_context_a_batch_is_enough() -> None:
+def test_fit_engine_costs_accepts_one_context_per_batch() -> None:
     decode = [{"batch": 4, "kv_tokens": 100, "seconds": 0.01}]
     assert fit_engine_costs(table(decode=decode)).decode(4) == pytest.approx((0.01, 0.0))
 
 
-def test_a_cost_model_file_is_used_and_its_capacity_with_it(tmp_path: Path) -> None:
+def test_engine_costs_use_cost_model_file_with_its_capacity(tmp_path: Path) -> None:
     path = tmp_path / "engine.yaml"
     path.write_text(yaml.safe_dump(table()))
     config = build_simulation({"simulate": {"cost_model": str(path), "model": "qwen2.5-0.5b"}})
@@ -205,11 +207,11 @@ def test_a_cost_model_file_is_used_and_its_capacity_with_it(tmp_path: Path) -> N
     [
         ({"format": "other"}, "is not a cost model"),
         ({"format_version": 9}, "format_version 9"),
-        ({"decode": []}, "does not fit"),
+        ({"decode": []}, "has missing or invalid values"),
         ({"decode": [{"batch": 1}]}, "kv_tokens"),
     ],
 )
-def test_a_damaged_cost_model_is_named(
+def test_read_engine_costs_names_the_defect_when_file_is_damaged(
     tmp_path: Path, changes: dict[str, object], words: str
 ) -> None:
     path = tmp_path / "engine.yaml"
@@ -218,7 +220,7 @@ def test_a_damaged_cost_model_is_named(
         read_engine_costs(path)
 
 
-def test_a_missing_cost_model_is_named(tmp_path: Path) -> None:
+def test_read_engine_costs_fails_when_file_is_missing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         read_engine_costs(tmp_path / "nothing.yaml")
 
@@ -231,7 +233,7 @@ def costs(**simulate: object) -> TrainerCosts:
     return trainer_costs(build_simulation({"parallel": {"ranks": 1}, "simulate": settings}))
 
 
-def test_padding_goes_to_the_longest_of_the_batch_not_of_the_update() -> None:
+def test_batch_padding_extends_to_longest_sequence_of_whole_batch() -> None:
     padded = costs(padding="batch").batch_seconds([300, 100, 100, 200], 2)
     assert padded == pytest.approx(costs().batch_seconds([300] * 4, 2))
 
@@ -250,8 +252,8 @@ def test_batch_seconds_count_extra_passes_once_when_epochs_repeat() -> None:
     assert trainer_costs(config).epochs == 3
 
 
-def test_a_weight_update_takes_one_link_whatever_the_layout() -> None:
-    """Stages send in turn (tests/weight_sync/test_stages.py), each from one leader."""
+def test_weight_update_uses_one_link_with_every_layout() -> None:
+    """Pipeline stages send in turn (tests/weight_sync/test_stages.py), each from one leader."""
     simulated = {"model": "llama-3-70b", "gpu": {"name": "H100"}}
 
     def update(**layout: object) -> TrainerCosts:
@@ -266,15 +268,15 @@ def test_a_weight_update_takes_one_link_whatever_the_layout() -> None:
     share = alone.settings.efficiency
     sent = alone.publish_seconds - share.weight_update_overhead_seconds
     assert sent == pytest.approx(2 * 70.55e9 / (alone.gpu.network * share.weight_update), rel=0.01)
-    assert SENDERS_AT_ONCE == 1, "count the links of all who send at once"
+    assert SENDERS_AT_ONCE == 1, "with more senders, count the links of all of them"
 
 
-def test_a_simulation_recomputes_what_a_start_would_choose() -> None:
+def test_simulation_uses_the_recomputation_that_a_start_would_choose() -> None:
     model = {"simulate": {"model": "qwen2.5-7b"}, "parallel": {"ranks": 8, "tensor": 2}}
     sizes = {"trainer": {"microbatch_tokens": 20480}}
     config = build_simulation(merge(model, sizes))
     assert trainer_costs(config).recompute == derive(config, H100).config.trainer.recompute
     assert isinstance(trainer_costs(config).recompute, int)
     assert f"trainer.recompute: {trainer_costs(config).recompute}" in assumptions(config)
-    given = build_simulation(merge(model, {"trainer": {"recompute": "none"}}))
-    assert trainer_costs(given).recompute == "none"
+    explicit = build_simulation(merge(model, {"trainer": {"recompute": "none"}}))
+    assert trainer_costs(explicit).recompute == "none"

@@ -1,4 +1,5 @@
-"""Simulated episodes: every preset takes tools, slots stay full, prefixes stay in the cache."""
+"""Tests of simulated episodes: every preset runs tools, slots stay full, and contexts stay in the
+cache."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def settings(preset: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_simulates_tools_and_its_record_replays(preset: str, tmp_path: Path) -> None:
+def test_episodes_with_tools_run_and_replay_with_every_preset(preset: str, tmp_path: Path) -> None:
     config = build_simulation(settings(preset))
     record = io.StringIO()
     schedule = config.schedule.model_copy(update={"open_episodes": "auto"})
@@ -50,9 +51,10 @@ def test_every_preset_simulates_tools_and_its_record_replays(preset: str, tmp_pa
 
 
 def busy(open_episodes: int) -> float:
-    """The share of 64 slots in use; tools take as long as turns, 200 tokens at 3.5 ms each.
+    """Return the share of 64 slots in use when tools take as long as turns (200 tokens at 3.5 ms
+    each).
 
-    The trainer is fast enough to never hold anything up.
+    The trainer is so fast that generation never waits for it.
     """
     episode = {**TOOLS, "turns": 8, "spread": "constant", "tool_seconds": 0.7}
     changes = {
@@ -71,7 +73,7 @@ def busy(open_episodes: int) -> float:
     return summary.slots_busy * (1 - summary.engine_idle)
 
 
-def test_open_episodes_beyond_the_slots_keep_these_busy_while_tools_run() -> None:
+def test_slots_stay_busy_when_more_episodes_are_open_than_slots() -> None:
     assert busy(256) >= 0.9
     assert busy(64) < 0.65
 
@@ -81,7 +83,7 @@ def source(**changes: Any) -> EpisodeSource:
     return EpisodeSource(drawn, LengthConfig(median=50), group_size=3, longest=90, seed=1)
 
 
-def test_episodes_are_a_function_of_seed_and_group() -> None:
+def test_episode_source_repeats_when_seed_and_group_are_equal() -> None:
     first = source()
     groups = [first.group(number) for number in (5, 0, 9)]
     assert [source().group(number) for number in (5, 0, 9)] == groups
@@ -101,7 +103,8 @@ def turn(before: int, unseen: int, remaining: int = 10) -> SimulatedRequest:
 
 
 def prefilled(engine: Engine, request: SimulatedRequest) -> int:
-    """Tokens that are prefilled when the request is let in; it runs to its end."""
+    """Run a request to its end; return the number of tokens that were prefilled when the engine
+    admitted it."""
     before = engine.counters.prefilled
     engine.submit(request)
     engine.admit()
@@ -110,32 +113,32 @@ def prefilled(engine: Engine, request: SimulatedRequest) -> int:
         engine.advance(now)
         for done in engine.completed():
             engine.take_tokens(done)
-            engine.keep(done)
+            engine.cache_turn(done)
         now = engine.forecast()
     return engine.counters.prefilled - before
 
 
-def test_the_next_turn_prefills_only_what_the_cache_lacks() -> None:
+def test_next_turn_prefills_only_tokens_missing_from_cache() -> None:
     engine = Engine("e", Costs(), SimulateConfig(admission_reserve_tokens=0), None)
     assert prefilled(engine, turn(30, 30)) == 130
-    assert prefilled(engine, turn(60, 20)) == 20, "30 + 10 of them are there, as is the prompt"
+    assert prefilled(engine, turn(60, 20)) == 20, "prompt and 30 + 10 tokens are in the cache"
     assert engine.counters.resumed_prefill == 0
     engine.load(1)
-    assert prefilled(engine, turn(90, 20)) == 190, "other weights made it"
+    assert prefilled(engine, turn(90, 20)) == 190, "older weights computed the cache"
     assert engine.counters.resumed_prefill == 170
     assert engine.stall == 0 and PREFILL > 0
 
 
-def test_what_is_cached_makes_room_for_what_runs() -> None:
+def test_cached_turn_is_evicted_when_running_requests_need_space() -> None:
     rules = SimulateConfig(admission_reserve_tokens=0, retract_steps=1)
     engine = Engine("e", Costs(300), rules, None)
     prefilled(engine, turn(30, 30))
     other = SimulatedRequest(1, 1, 100, 120, 60, unseen=120)
     prefilled(engine, other)
-    assert prefilled(engine, turn(60, 20)) == 160, "the other one needed the room"
+    assert prefilled(engine, turn(60, 20)) == 160, "the other request needed the space"
 
 
-def test_plan_takes_tools() -> None:
+def test_plan_accounts_for_tools_when_episodes_use_them() -> None:
     changes = {"simulate": {"gpus": 4}}
     best = make_plan(settings("pipeline", **changes), top=1).candidates[0]
     plain = make_plan(merge(SMALL, {"schedule": {"preset": "pipeline"}, **changes}), top=1)

@@ -1,4 +1,4 @@
-"""Response lengths: how they are drawn, read and fitted (against scipy and a run's export)."""
+"""Tests of how response lengths are drawn, read and fitted (against scipy and a run's export)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TRUE = {
 
 
 def drawn(family: str, limit: int = 10**7) -> Recorded:
-    """20,000 responses as the simulator draws them, cut at `limit`."""
+    """Draw 20,000 responses as the simulator does, cut at `limit`."""
     source = GroupSource(TRUE[family], SimulatedRewardConfig(), group_size=8, longest=limit, seed=5)
     lengths = np.array([source.group(number)[0] for number in range(2500)], dtype=float).ravel()
     cut = lengths >= limit
@@ -50,8 +50,10 @@ def of(fits: list[Fit], family: str) -> Fit:
 
 @pytest.mark.parametrize("limit", [10**7, 8000, 2500])
 @pytest.mark.parametrize("family", ["lognormal", "weibull"])
-def test_a_fit_finds_what_the_simulator_drew_however_much_was_cut(family: str, limit: int) -> None:
-    """At 2,500 more than half of the responses are cut."""
+def test_fit_lengths_recovers_drawn_parameters_when_responses_were_cut(
+    family: str, limit: int
+) -> None:
+    """With a limit of 2,500, more than half of the responses are cut."""
     sample = drawn(family, limit)
     best = fit_lengths(sample)[0]
     assert best.distribution == family
@@ -61,7 +63,7 @@ def test_a_fit_finds_what_the_simulator_drew_however_much_was_cut(family: str, l
 
 
 @pytest.mark.parametrize("limit", [10**7, 2500])
-def test_both_fits_are_scipys(limit: int) -> None:
+def test_fit_lengths_matches_scipy(limit: int) -> None:
     stats = pytest.importorskip("scipy.stats")
     sample = drawn("weibull", limit)
     sample = Recorded(sample.lengths[:2000], sample.censored[:2000], sample.ended[:2000])
@@ -81,7 +83,7 @@ def test_both_fits_are_scipys(limit: int) -> None:
     assert weibull.log_likelihood == pytest.approx(likelihood + survival.sum(), rel=1e-6)
 
 
-def test_the_distance_is_that_of_kolmogorov_and_smirnov_when_nothing_was_cut() -> None:
+def test_fit_distance_matches_kolmogorov_smirnov_when_nothing_was_cut() -> None:
     stats = pytest.importorskip("scipy.stats")
     sample = drawn("lognormal")
     fit = of(fit_lengths(sample), "lognormal")
@@ -92,11 +94,13 @@ def test_the_distance_is_that_of_kolmogorov_and_smirnov_when_nothing_was_cut() -
 @pytest.mark.parametrize(
     ("lengths", "cut", "sentence"),
     [
-        ([5.0] * 40, 0, r"all 40 responses that ended by themselves have 5 tokens"),
-        ([float(n) for n in range(5, 25)], 11, r"to 9 responses .*\(of 20\); at least 10"),
+        ([5.0] * 40, 0, r"all 40 responses that ended without being cut have 5 tokens"),
+        ([float(n) for n in range(5, 25)], 11, r"9 of 20 responses .*; at least 10"),
     ],
 )
-def test_a_sample_without_a_fit_is_refused(lengths: list[float], cut: int, sentence: str) -> None:
+def test_fit_lengths_refuses_a_sample_without_a_fit(
+    lengths: list[float], cut: int, sentence: str
+) -> None:
     censored = np.arange(len(lengths)) >= len(lengths) - cut
     with pytest.raises(UserError, match=sentence):
         fit_lengths(Recorded(np.array(lengths), censored, np.ones_like(censored)))
@@ -104,7 +108,8 @@ def test_a_sample_without_a_fit_is_refused(lengths: list[float], cut: int, sente
 
 @pytest.fixture
 def export(tmp_path: Path) -> Path:
-    """30 responses of 10 to 39 tokens, the longest ten cut; two dropped before they ended."""
+    """Write the export of 30 responses of 10 to 39 tokens, the longest ten cut, and of two
+    trajectories dropped before they ended."""
 
     async def scenario() -> None:
         store = TrajectoryStore.open(
@@ -131,7 +136,7 @@ def export(tmp_path: Path) -> Path:
     return tmp_path / "export" / "trajectories.jsonl"
 
 
-def test_a_runs_own_export_is_a_file_of_lengths(export: Path) -> None:
+def test_read_lengths_reads_the_export_of_a_run(export: Path) -> None:
     assert len(export.read_text().splitlines()) == 32
     assert sorted(read_lengths(export)) == list(range(10, 40))
     sample = read_recorded(export, "FILE")
@@ -142,26 +147,27 @@ def test_a_runs_own_export_is_a_file_of_lengths(export: Path) -> None:
 
 
 @pytest.mark.parametrize("behind", ['{"segm', '{"response_length": 5, "finish_reason": "stop"}\n'])
-def test_what_no_removal_has_committed_is_left_out(
+def test_read_lengths_ignores_lines_after_the_last_committed_removal(
     export: Path, monkeypatch: pytest.MonkeyPatch, behind: str
 ) -> None:
-    """Compaction that goes on, or that a kill has ended, leaves it behind the committed lines."""
+    """A running or killed compaction leaves such lines behind the committed ones."""
     with export.open("a") as file:
         file.write(behind)
     assert sorted(read_lengths(export)) == list(range(10, 40))
     monkeypatch.chdir(export.parent)
-    assert sorted(read_lengths(Path(export.name))) == list(range(10, 40)), "however it is named"
+    assert sorted(read_lengths(Path(export.name))) == list(range(10, 40)), "also by relative path"
 
 
-def test_a_torn_line_of_any_other_file_is_named(export: Path) -> None:
+def test_read_lengths_names_an_incomplete_line_of_a_copied_export(export: Path) -> None:
     copied = export.with_name("copy.jsonl")
     copied.write_text(export.read_text()[:-10])
     with pytest.raises(UserError, match=rf"{copied}, line 32, is not valid JSON"):
         read_lengths(copied)
 
 
-def test_only_lengths_are_held_in_memory(tmp_path: Path) -> None:
-    """Less than the file has bytes; its numbers would take five times as many."""
+def test_read_lengths_keeps_only_lengths_in_memory(tmp_path: Path) -> None:
+    """The peak must be below the size of the file; all its numbers would take five times as
+    much."""
     file = tmp_path / "long.jsonl"
     line = json.dumps({"response_ids": [100_000] * 5000}) + "\n"
     with file.open("w") as stream:
@@ -175,31 +181,31 @@ def test_only_lengths_are_held_in_memory(tmp_path: Path) -> None:
     assert peak < file.stat().st_size
 
 
-def test_the_command_prints_settings_that_simulate_takes(export: Path) -> None:
+def test_fit_lengths_command_prints_settings_that_simulate_accepts(export: Path) -> None:
     result = CliRunner().invoke(app, ["fit-lengths", str(export)])
     assert result.exit_code == 0, result.output
     assert "31 responses of 10 to 77 tokens; 11 would have been longer" in result.output
     assert "lognormal: median " in result.output
     assert "weibull: scale " in result.output
-    given = result.output.splitlines()[-1].replace("--set ", "").split()
-    settings = dict(pair.removeprefix("simulate.lengths.").split("=") for pair in given)
+    printed = result.output.splitlines()[-1].replace("--set ", "").split()
+    settings = dict(pair.removeprefix("simulate.lengths.").split("=") for pair in printed)
     LengthConfig.model_validate(settings)
     assert settings["distribution"] in ("lognormal", "weibull")
 
 
-def test_bare_numbers_are_cut_at_the_option(tmp_path: Path) -> None:
+def test_fit_lengths_command_cuts_bare_numbers_at_the_option(tmp_path: Path) -> None:
     file = tmp_path / "lengths.json"
     file.write_text(json.dumps([*range(10, 50), 60, 60, 70]))
     result = CliRunner().invoke(app, ["fit-lengths", str(file), "--cut", "60"])
     assert "43 responses of 10 to 60 tokens; 3 would have been longer" in result.output
 
 
-def test_a_short_run_that_has_exported_nothing_is_read_from_its_store(tmp_path: Path) -> None:
+def test_read_recorded_reads_the_store_when_nothing_was_exported(tmp_path: Path) -> None:
     run = make_run(tmp_path, "short")
     sample = read_recorded(run, "FILE")
     assert sample.lengths.tolist() == [4.0] and sample.ended.tolist() == [True]
     assert sample.censored.tolist() == [False]
-    with pytest.raises(UserError, match=f"exported nothing yet, name its directory instead: {run}"):
+    with pytest.raises(UserError, match=f"exported nothing yet. Name its directory instead: {run}"):
         read_recorded(run / "export" / "trajectories.jsonl", "FILE")
     empty = RunDirectory.create(build_config({"name": "empty", "root": str(tmp_path)}))
     with pytest.raises(UserError, match=r"trajectory store .* does not exist"):
@@ -207,7 +213,7 @@ def test_a_short_run_that_has_exported_nothing_is_read_from_its_store(tmp_path: 
 
 
 def draw(config: LengthConfig, groups: int = 2000, longest: int = 10**7) -> np.ndarray:
-    """Lengths, [groups, 8]."""
+    """Draw response lengths, [groups, 8]."""
     source = GroupSource(config, SimulatedRewardConfig(), group_size=8, longest=longest, seed=3)
     return np.array([source.group(number)[0] for number in range(groups)], dtype=float)
 
@@ -219,18 +225,18 @@ def test_uniform_lengths_reach_from_one_to_the_scale() -> None:
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.3, 0.8])
-def test_members_of_a_prompt_are_correlated(correlation: float) -> None:
+def test_lengths_of_one_prompt_have_the_configured_correlation(correlation: float) -> None:
     logs = np.log(draw(LengthConfig(median=3000, prompt_correlation=correlation)))
     found = np.corrcoef(logs[:, 0], logs[:, 1])[0, 1]
     assert found == pytest.approx(correlation, abs=0.07)
 
 
-def test_lengths_are_cut_at_the_limit() -> None:
+def test_group_source_cuts_lengths_at_the_limit() -> None:
     lengths = draw(LengthConfig(median=3000, sigma=1.5), longest=5000)
     assert lengths.max() == 5000 and lengths.min() >= 1
 
 
-def test_a_group_is_the_same_whatever_was_asked_before() -> None:
+def test_group_source_returns_equal_groups_in_any_request_order() -> None:
     def source() -> GroupSource:
         return GroupSource(
             LengthConfig(), SimulatedRewardConfig(), group_size=4, longest=999, seed=1
@@ -242,7 +248,7 @@ def test_a_group_is_the_same_whatever_was_asked_before() -> None:
         assert jumping.group(number) == wanted[number]
 
 
-def test_recorded_lengths_keep_their_distribution(tmp_path: Path) -> None:
+def test_group_source_keeps_the_distribution_of_recorded_lengths(tmp_path: Path) -> None:
     path = tmp_path / "lengths.jsonl"
     recorded = [10, 10, 20, 4000]
     path.write_text("".join(json.dumps({"response_length": n}) + "\n" for n in recorded))
@@ -269,7 +275,7 @@ SEGMENTS = [
         '5\n6\n{"segments": [], "finish_reason": null}',
     ],
 )
-def test_every_form_of_a_length_file(tmp_path: Path, text: str) -> None:
+def test_read_lengths_accepts_every_form_of_length_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "lengths"
     path.write_text(text)
     assert read_lengths(path).tolist() == [5, 6]
@@ -283,14 +289,14 @@ def test_every_form_of_a_length_file(tmp_path: Path, text: str) -> None:
         '{"response_length": 7, "finish_reason": null}',
     ],
 )
-def test_a_bad_length_file_is_named(tmp_path: Path, text: str) -> None:
+def test_read_lengths_names_the_setting_when_file_is_invalid(tmp_path: Path, text: str) -> None:
     path = tmp_path / "lengths"
     path.write_text(text)
     with pytest.raises(UserError, match=r"simulate\.lengths\.path"):
         read_lengths(path)
 
 
-def test_rewards_follow_the_prompt() -> None:
+def test_rewards_depend_on_the_prompt() -> None:
     reward = SimulatedRewardConfig(success_alpha=2, success_beta=6)
     source = GroupSource(LengthConfig(), reward, group_size=8, longest=999, seed=1)
     rewards = np.array([source.group(number)[1] for number in range(1000)])

@@ -1,4 +1,4 @@
-"""The planner: what it proposes fits, and its estimate agrees with the simulation."""
+"""Tests of the planner: its plans fit into memory, and its estimates agree with the simulation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SEVEN: dict[str, Any] = {
 }
 
 
-def test_a_plan_uses_every_gpu_and_fits() -> None:
+def test_plan_uses_every_gpu_and_fits_into_memory() -> None:
     plan = make_plan(SEVEN, 3)
     assert len(plan.candidates) == 3
     for candidate in plan.candidates:
@@ -43,14 +43,14 @@ def test_a_plan_uses_every_gpu_and_fits() -> None:
     assert max(rates) <= rates[0] / 0.98 and rates[1:] == sorted(rates[1:], reverse=True)
 
 
-def test_the_estimate_is_near_the_simulation() -> None:
+def test_plan_estimate_is_near_the_simulated_step_time() -> None:
     settings = merge(SEVEN, {"simulate": {"steps": 40, "warmup_steps": 20}})
     best = make_plan(settings, 1).candidates[0]
     assert best.summary is not None
     assert best.step_seconds == pytest.approx(best.summary.step_seconds, rel=0.25)
 
 
-def test_a_lag_bound_limits_the_requests_in_flight() -> None:
+def test_plan_concurrency_respects_the_lag_bound() -> None:
     settings = merge(
         SEVEN,
         {
@@ -64,12 +64,12 @@ def test_a_lag_bound_limits_the_requests_in_flight() -> None:
 
 def test_plan_names_the_nearest_settings_that_fit_when_nothing_fits() -> None:
     settings = merge(SEVEN, {"simulate": {"model": "llama-3-70b", "gpus": 32}})
-    with pytest.raises(UserError, match=r"nothing fits: simulate\.gpus 32 of H100") as refused:
+    with pytest.raises(UserError, match=r"no plan fits: simulate\.gpus is 32 \(H100\)") as refused:
         make_plan(settings, 1)
     assert "these settings fit: simulate.gpus=40 (" in str(refused.value)
     fitting = "schedule.preset=copris simulate.placement=colocated simulate.offload=true"
     assert f"or {fitting} (" in str(refused.value)
-    assert str(refused.value).endswith(" s a step), which a run over several nodes refuses today")
+    assert str(refused.value).endswith(" s a step), which a real run on several nodes refuses")
     for assignment in fitting.split():
         settings = merge(settings, parse_override(assignment))
     assert make_plan(settings, 1).candidates
@@ -83,11 +83,11 @@ def test_plan_names_settings_that_a_run_accepts_when_it_refuses_every_plan() -> 
     assert plan.accepted.startswith("simulate.gpus=40 (")
     more = merge(SEVEN, {"simulate": {**model, "gpus": 40}})
     assert not make_plan(more, 1, ["copris"]).candidates[0].refused
-    with pytest.raises(UserError, match=r"schedule\.preset async, simulate\.placement disagg"):
+    with pytest.raises(UserError, match=r"schedule\.preset async and simulate\.placement disagg"):
         make_plan(merge(SEVEN, {"simulate": model}), 1, ["async"])
 
 
-def test_plan_asks_for_a_larger_gpu_when_no_number_of_them_fits() -> None:
+def test_plan_names_a_larger_gpu_when_no_number_of_gpus_fits() -> None:
     gpu = {"name": "A6000", "memory_gb": 1.0}
     with pytest.raises(UserError, match=r"choose a larger simulate\.gpu\.name"):
         make_plan(merge(SEVEN, {"simulate": {"gpus": 2, "gpu": gpu}}), 1)
@@ -114,7 +114,7 @@ def test_plan_prints_settings_that_a_run_accepts(preset: str) -> None:
     assert config.trainer.recompute == best.trainer.recompute
 
 
-def test_lengths_follow_the_longest_response_when_no_median_is_set() -> None:
+def test_group_source_scales_with_longest_response_when_median_is_unset() -> None:
     drawn = [
         GroupSource(
             LengthConfig.model_validate(settings),
@@ -128,26 +128,26 @@ def test_lengths_follow_the_longest_response_when_no_median_is_set() -> None:
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_overlap_on_shared_gpus_is_refused() -> None:
+def test_plan_refuses_an_overlapping_schedule_when_colocated() -> None:
     settings = merge(SEVEN, {"simulate": {"placement": "colocated"}})
-    with pytest.raises(UserError, match=r"needs simulate\.placement disaggregated, got colo"):
+    with pytest.raises(UserError, match=r"needs simulate\.placement: disaggregated"):
         make_plan(settings, 1)
     plan = make_plan(settings, 1, ["all"])
     assert {c.config.schedule.preset for c in plan.candidates} == {"sync", "rapid", "copris"}
     assert len(plan.unusable) == 2
 
 
-def test_plans_that_a_run_refuses_come_last() -> None:
+def test_plans_that_a_run_refuses_are_ranked_last() -> None:
     shared = make_plan(SEVEN, 6, ["copris"]).candidates
     assert {c.refused for c in shared} == {True, False}
     assert [c.refused for c in shared] == sorted(c.refused for c in shared)
 
 
-def test_a_plan_recomputes_as_little_as_fits_unless_it_is_set() -> None:
+def test_plan_recomputes_as_little_as_fits_unless_recompute_is_set() -> None:
     [chosen] = make_plan(SEVEN, 1).candidates
     assert chosen.config.trainer.recompute != "all"
     [kept] = make_plan(merge(SEVEN, {"trainer": {"recompute": "all"}}), 1).candidates
     assert kept.config.trainer.recompute == kept.trainer.recompute == "all"
     shared = {"simulate": {"placement": "colocated"}, "schedule": {"preset": "copris"}}
-    [beside] = make_plan(merge(SEVEN, shared), 1).candidates
-    assert beside.trainer.recompute == "all", "engines keep their memory meanwhile"
+    [shared_plan] = make_plan(merge(SEVEN, shared), 1).candidates
+    assert shared_plan.trainer.recompute == "all", "the trainer's state stays next to the KV cache"

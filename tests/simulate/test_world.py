@@ -1,4 +1,5 @@
-"""The virtual clock around the real scheduler: what holds in every simulated run."""
+"""Tests of simulated runs with every preset: order of batches, accounting of tokens, lag and shared
+GPUs."""
 
 from __future__ import annotations
 
@@ -44,47 +45,47 @@ def run(settings: SimulationConfig, recorder: Recorder | None = None) -> World:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_trains_its_batches_in_order(preset: str) -> None:
+def test_world_trains_batches_in_order_with_every_preset(preset: str) -> None:
     settings = config(preset)
     world = run(settings)
     rows = world.statistics.rows
-    # a batch may be taken early with overlap; none is left out or repeated
+    # With overlap a batch may be taken early, but no batch is skipped or repeated.
     assert [row.step for row in rows][:12] == list(range(12))
     assert all(row.sequences == 24 for row in rows)
     assert [lag.step for lag in world.statistics.lags][:12] == list(range(12))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_run_is_a_function_of_its_settings(preset: str) -> None:
+def test_simulation_repeats_when_settings_are_equal(preset: str) -> None:
     assert simulate(config(preset)) == simulate(config(preset))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_token_is_trained_dropped_or_still_there(preset: str) -> None:
+def test_world_accounts_for_every_generated_token(preset: str) -> None:
     world = run(config(preset))
     statistics = world.statistics
     mark = statistics.marks[-1]
     trained = sum(lag.tokens for lag in statistics.lags)
-    left = sum(response.tokens for response in world._responses.values())
+    remaining = sum(response.tokens for response in world._responses.values())
     unreported = sum(
         engine.steps - request.joined - request.reported
         for engine in world._engines.values()
         for request in engine.running.values()
     )
-    kept = trained + left + mark.wasted + unreported
-    # what is taken out in the middle of a token generates that token again
+    known = trained + remaining + mark.wasted + unreported
+    # A request that is removed in the middle of a token generates that token again.
     interruptions = 12 * 40 + mark.engines.preemptions
-    assert -1 <= mark.engines.generated - kept <= interruptions
+    assert -1 <= mark.engines.generated - known <= interruptions
 
 
 @pytest.mark.parametrize("preset", ["sync", "rapid"])
-def test_draining_schedules_are_on_policy(preset: str) -> None:
+def test_draining_schedule_is_on_policy(preset: str) -> None:
     summary = simulate(config(preset))
     assert (summary.lag_max, summary.off_policy, summary.recomputed) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
-def test_the_lag_bound_holds(level: int) -> None:
+def test_async_schedule_keeps_lag_within_max_async_level(level: int) -> None:
     settings = merge(SMALL, {"schedule": {"preset": "async", "max_async_level": level}})
     world = run(build_simulation(settings))
     assert max(lag.lag_max for lag in world.statistics.lags) <= level
@@ -92,19 +93,19 @@ def test_the_lag_bound_holds(level: int) -> None:
         assert max(lag.lag_max for lag in world.statistics.lags) > 0
 
 
-def test_busy_and_idle_add_up_on_shared_gpus() -> None:
+def test_step_phases_add_up_to_step_time_on_shared_gpus() -> None:
     summary = simulate(config("copris", placement="colocated", offload=True))
     step = summary.rollout_seconds + summary.train_seconds + summary.update_seconds
     assert step == pytest.approx(summary.step_seconds, rel=1e-6)
 
 
-def test_unequal_shared_gpus_are_refused() -> None:
+def test_build_world_refuses_unequal_gpu_counts_when_colocated() -> None:
     settings = merge(SMALL, {"parallel": {"ranks": 4}, "simulate": {"placement": "colocated"}})
-    with pytest.raises(UserError, match=r"parallel\.ranks 4"):
+    with pytest.raises(UserError, match=r"and 4 trainer GPUs \(parallel\.ranks\)"):
         build_world(build_simulation(merge(settings, {"schedule": {"preset": "copris"}})))
 
 
-def test_masked_tokens_have_no_lag() -> None:
+def test_statistics_exclude_masked_tokens_from_lag() -> None:
     whole, masked = Statistics([]), Statistics([])
     for step in range(5):
         for statistics in (whole, masked):

@@ -1,4 +1,4 @@
-"""The loss kernels in the interpreter: against the torch loss, and against the NumPy oracle."""
+"""Tests of the loss kernels in Triton's interpreter against the torch loss in float64."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.kernels.loss_cases import (
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1")
 
-# One sequence lies across two of the kernels' chunks of 4,096 tokens; two are empty.
+# One sequence spans two of the kernels' chunks of 4,096 tokens; two sequences are empty.
 LENGTHS = [5, 0, 4000, 600, 1, 0, 30]
 
 
 def compare(inputs: LossInputs, config: LossConfig) -> None:
-    """float32 in the kernel, the same float32 values in float64 in the reference."""
+    """Compare the kernel in float32 with the reference in float64, on the same float32 values."""
     wide = {
         field.name: value.double()
         for field in dataclasses.fields(inputs)
@@ -41,25 +41,28 @@ def compare(inputs: LossInputs, config: LossConfig) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_configuration(name: str) -> None:
+def test_triton_loss_matches_torch_with_every_configuration(name: str) -> None:
     compare(make_inputs(LENGTHS, dtype=torch.float32), CONFIGS[name])
 
 
 @pytest.mark.parametrize("name", ["ppo dual, old", "gspo", "sequence rejection", "rapid"])
 @pytest.mark.parametrize("lengths", [[], [0, 0], [1], [512], [4096, 3]])
-def test_shapes(name: str, lengths: list[int]) -> None:
+def test_triton_loss_matches_torch_for_edge_shapes(name: str, lengths: list[int]) -> None:
     compare(make_inputs(lengths, dtype=torch.float32), CONFIGS[name])
 
 
 @pytest.mark.parametrize("name", ["ppo, kl k3, entropy", "gspo"])
 @pytest.mark.parametrize("mask_share", [0.0, 1.0])
-def test_masks(name: str, mask_share: float) -> None:
+def test_triton_loss_matches_torch_when_all_or_no_tokens_are_masked(
+    name: str, mask_share: float
+) -> None:
     compare(make_inputs([40, 700], mask_share=mask_share, dtype=torch.float32), CONFIGS[name])
 
 
 @pytest.mark.parametrize("name", ["ppo", "aipo, kl k2", "cispo"])
-def test_beyond_the_safety_bound(name: str) -> None:
-    """Exact where exp(20) is not involved: sums of weights up to 5e8 swamp absolute tolerances."""
+def test_triton_loss_matches_torch_beyond_the_safety_bound(name: str) -> None:
+    """Gradients are compared relative to the largest: sums of weights up to 5e8 exceed absolute
+    tolerances."""
     inputs = make_inputs([40, 700], drift=15.0, dtype=torch.float32)
     expected = policy_loss(inputs, CONFIGS[name], DENOMINATORS)
     actual = is_loss(inputs, CONFIGS[name], DENOMINATORS, backend="triton")
@@ -89,7 +92,7 @@ def test_k3_and_its_gradient_do_not_cancel(weight_upper: float) -> None:
         assert float(value) == pytest.approx(exact, rel=1e-6)
 
 
-def test_result_repeats_bit_for_bit() -> None:
+def test_triton_loss_repeats_bit_for_bit() -> None:
     inputs = make_inputs(LENGTHS, dtype=torch.float32)
     first, second = (
         is_loss(inputs, CONFIGS["gspo"], DENOMINATORS, backend="triton") for _ in range(2)
@@ -101,7 +104,7 @@ def test_result_repeats_bit_for_bit() -> None:
 @pytest.mark.parametrize(
     "stream", ["logprobs_T", "rollout_logprobs_T", "advantages_T", "is_weights_T", "entropy_T"]
 )
-def test_non_finite_input_is_named(stream: str) -> None:
+def test_triton_loss_names_a_nonfinite_input(stream: str) -> None:
     inputs = make_inputs([30, 30], mask_share=1.0, dtype=torch.float32)
     broken_T = getattr(inputs, stream).clone()
     broken_T[17] = -torch.inf
@@ -110,14 +113,14 @@ def test_non_finite_input_is_named(stream: str) -> None:
         is_loss(broken, LossConfig(), DENOMINATORS, backend="triton")
 
 
-def test_strided_streams() -> None:
+def test_triton_loss_accepts_strided_streams() -> None:
     inputs = make_inputs([40, 7], dtype=torch.float32)
     strided_T = torch.stack([inputs.logprobs_T, inputs.logprobs_T + 1.0], dim=1)[:, 0]
     assert not strided_T.is_contiguous()
     compare(dataclasses.replace(inputs, logprobs_T=strided_T), CONFIGS["ppo"])
 
 
-def test_optional_streams_left_out() -> None:
+def test_triton_loss_accepts_missing_optional_streams() -> None:
     inputs = make_inputs([40, 700], lag=False, correction=False, dtype=torch.float32)
     inputs = dataclasses.replace(inputs, old_logprobs_T=None, ref_logprobs_T=None, entropy_T=None)
     compare(inputs, CONFIGS["ppo"])
