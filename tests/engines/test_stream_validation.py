@@ -52,18 +52,18 @@ GOOD = {
 }
 # By the first column of docs/failures.md's table: what is found, of which stream.
 BAD: dict[str, dict[str, list[TokenChunk]]] = {
-    "a token": {
+    "token": {
         "token 50 is outside the vocabulary of 50 tokens": [chunk(9, 50)],
         "token -1 is outside the vocabulary of 50 tokens": [chunk(-1)],
     },
-    "a log-prob": {
+    "log-prob": {
         "has log-prob 5": [chunk(9, logprob=5.0)],
         "has log-prob 0.0011": [chunk(9, logprob=0.0011)],
         "has log-prob nan": [chunk(9, logprob=float("nan"))],
         "has log-prob -inf": [chunk(9, logprob=float("-inf"))],
         "has log-prob -104.1": [chunk(9, logprob=-104.1)],
     },
-    "the count of tokens": {
+    "number of tokens": {
         "7 tokens arrived, but 6 were requested": [chunk(9, 8, 7, 6), chunk(5, 4, 9)],
         "columns have the shapes": [
             replace(chunk(9, 8), columns=(np.zeros(1, [("routes", "<i2")]),))
@@ -72,16 +72,16 @@ BAD: dict[str, dict[str, list[TokenChunk]]] = {
     "policy versions": {
         "tokens of version 0.1 arrived after tokens of version 0.2": [chunk(9, number=2), chunk(8)],
     },
-    "the end `stop`": {
+    "end `stop`": {
         "arrived after the stop token 2": [chunk(9, STOP, 8)],
         "arrived after the stop token 3": [chunk(9, 3), chunk(8)],
         "ended with `stop` at token 9": [chunk(8, 9, end="stop")],
         "ended with `stop` at token None": [chunk(end="stop")],
     },
-    "the end `length`": {
+    "end `length`": {
         "ended with `length` after 2 of 6 tokens": [chunk(8, 9, end="length")],
     },
-    "what comes after an end": {
+    "data after the end": {
         "continued after its end": [chunk(9, end="abort"), chunk(end="abort")],
     },
 }
@@ -131,10 +131,10 @@ def span(start: Any, end: Any, version: Any = "0.1") -> dict[str, Any]:
 
 
 # Tested where they are read, in tests/rollout/test_closed_client.py.
-OF_CALLS = {"the size of an answer", "a checksum", "the type of its weights"}
+OF_CALLS = {"size of a reply", "checksum", "data type of the weights"}
 MALFORMED: dict[str, list[dict[str, Any]]] = {
-    "a report": [{"id": "w2"}, {"id": None}, {"prompt_tokens": 9}, {"prompt_tokens": None}],
-    "a token": [
+    "token report": [{"id": "w2"}, {"id": None}, {"prompt_tokens": 9}, {"prompt_tokens": None}],
+    "token": [
         {"output_ids": [4, 5.0, 6]},
         {"output_ids": [4, "5", 6]},
         {"output_ids": [4, None, 6]},
@@ -142,12 +142,12 @@ MALFORMED: dict[str, list[dict[str, Any]]] = {
         {"output_token_logprobs": [[-1.0, 4], [-2.0, 6], [-3.0, 6]]},
         {"output_token_logprobs": [[-1.0, 4], [-2.0], [-3.0, 6]]},
     ],
-    "a log-prob": [
+    "log-prob": [
         {"output_token_logprobs": [[-1.0, 4], [None, 5], [-3.0, 6]]},
         {"output_token_logprobs": [[-1.0, 4], ["-2", 5], [-3.0, 6]]},
         {"output_token_logprobs": [[-1.0, 4], [True, 5], [-3.0, 6]]},
     ],
-    "the count of tokens": [
+    "number of tokens": [
         {"output_ids": [4, 5, 6, 7]},
         {"completion_tokens": 2},
         {"completion_tokens": 4},
@@ -166,7 +166,7 @@ MALFORMED: dict[str, list[dict[str, Any]]] = {
         {"weight_versions": [span(0, 3, " 0.1")]},
         {"weight_versions": [span(0, 3, 0.1)]},
     ],
-    "the time in the queue": [{"queue_time": "long"}],
+    "time in the queue": [{"queue_time": "long"}],
 }
 
 
@@ -220,7 +220,7 @@ def test_no_load_and_half_a_request_are_no_report() -> None:
 def documented() -> dict[str, str]:
     """What the table of docs/failures.md lets through, by its first column."""
     page = (Path(__file__).parents[2] / "docs" / "failures.md").read_text()
-    section = page.partition("## What an engine may send")[2].partition("\n## ")[0]
+    section = page.partition("## Checks of an engine's replies")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("| ")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return dict(rows[1:])
@@ -229,11 +229,11 @@ def documented() -> dict[str, str]:
 def test_the_table_of_what_may_come_is_what_is_checked() -> None:
     """Every row refuses something above, everything that is refused has its row, in numbers too."""
     table = documented()
-    assert table.keys() == BAD.keys() | MALFORMED.keys() | OF_CALLS | {"a load report"}
+    assert table.keys() == BAD.keys() | MALFORMED.keys() | OF_CALLS | {"load report"}
     for row, bounds in {
-        "a log-prob": (SMALLEST_LOGPROB, LARGEST_LOGPROB),
-        "a load report": (LARGEST_USAGE,),
-        "the size of an answer": (MOST_BYTES >> 20,),
+        "log-prob": (SMALLEST_LOGPROB, LARGEST_LOGPROB),
+        "load report": (LARGEST_USAGE,),
+        "size of a reply": (MOST_BYTES >> 20,),
     }.items():
         numbers = re.findall(r"-?\d[\d,.]*\d|\d", table[row])
         assert {f"{bound:,g}" for bound in bounds} <= set(numbers), row

@@ -284,10 +284,10 @@ def refused(groups: int, accepted_at: int = -1) -> bool:
 # For each row of the table: evidence that suffices and evidence that just does not, or else the
 # test that shows the rule.
 ROWS: dict[str, tuple[Callable[[], bool], Callable[[], bool]] | str] = {
-    "its process has ended": (
+    "the engine's process has ended": (
         "engines/test_sglang_host.py::test_a_killed_engine_is_noticed_at_once_and_leaves_nothing"
     ),
-    "a connection or a stream breaks": (
+    "a connection or stream breaks, and the engine does not reply to two calls": (
         lambda: after_a_break(False, False),
         lambda: (
             after_a_break(True)
@@ -295,61 +295,61 @@ ROWS: dict[str, tuple[Callable[[], bool], Callable[[], bool]] | str] = {
             or after_a_break(False, False, paused=True)
         ),
     ),
-    "its load report does not come for `engines.hang_timeout_seconds`": (
+    "no load report arrives for `engines.hang_timeout_seconds`": (
         lambda: without_report(paused=False),
         lambda: without_report(paused=True),
     ),
-    "no load report that can be read comes for `engines.hang_timeout_seconds`": (
+    "every load report is unreadable for `engines.hang_timeout_seconds`": (
         lambda: silent_for(TIMEOUT + 0.1, reports=False),
         lambda: silent_for(TIMEOUT, reports=False),
     ),
-    "it makes no token for `engines.hang_timeout_seconds` although it has requests": (
+    "the engine has requests but makes no token for `engines.hang_timeout_seconds`": (
         lambda: silent_for(TIMEOUT + 0.1) and silent_for(TIMEOUT + 9.1, released_at=9.0),
         lambda: silent_for(TIMEOUT) or silent_for(TIMEOUT + 9.0, released_at=9.0),
     ),
-    "it answers, but requests of three different prompts in a row fail on it": (
+    "the engine replies, but requests of three prompts in a row fail": (
         lambda: broken_by(1, 1, 2, 3),
         lambda: broken_by(1, 2, None, 3, 3, 1),
     ),
-    "a pause, a weight update or a checksum fails on it": (
+    "a pause, a weight update or a checksum call fails": (
         "rollout/test_manager.py::"
         "test_late_error_of_a_replaced_engine_does_not_affect_the_new_engine"
     ),
-    "its checksum or its log-probs are not the trainer's, twice": (
+    "the engine's checksum or log-probs are wrong twice": (
         "rollout/test_weight_checks.py::test_engine_is_replaced_when_it_fails_a_second_check"
     ),
-    "it refuses a request": (lambda: refused(64), lambda: refused(127, accepted_at=64)),
+    "the engine refuses a request": (lambda: refused(64), lambda: refused(127, accepted_at=64)),
     "a prompt is too long for the engines": (
         lambda: too_many_refusals(200, epoch=100),
         lambda: too_many_refusals(199, epoch=100),
     ),
-    "one request fails six times in a row where others do not": (
+    "one request fails six times in a row, but other requests succeed": (
         lambda: own_fault(*[False] * 5),
         lambda: own_fault(*[False] * 4, True),
     ),
-    "six engines in a row fail while a prompt's requests are sent there": (
+    "six engines in a row die before a prompt's first token": (
         lambda: ended_engines(*[True] * 6),
         lambda: ended_engines(*[True] * 5, False),
     ),
-    "one response is silent for five times `engines.hang_timeout_seconds`": (
+    "one response gets no token for 5 × `engines.hang_timeout_seconds`": (
         "rollout/test_generation.py::test_request_is_cut_off_and_its_engine_kept_when_it_is_silent"
     ),
-    "a request does not end when it is aborted": (
+    "an aborted request does not end within 10 × 2 s": (
         "rollout/test_generation.py::test_request_is_cut_off_and_its_engine_kept_when_an_abort_is_ignored"
     ),
-    "its answer to the question for its parameters": (
+    "the engine reports no parameters": (
         "weight_sync/test_transport_failures.py::"
         "test_an_engine_that_reports_other_parameters_than_the_rest_is_named"
     ),
-    "it generates nothing for `weights.timeout_seconds`": (
+    "the engine generates nothing for `weights.timeout_seconds`": (
         "rollout/test_probe.py::test_sample_fails_when_the_engine_is_silent_or_has_another_version"
     ),
 }
 
 
 def test_table_in_the_docs_has_the_rows_of_the_test_table() -> None:
-    section = DOCS.read_text().partition("## What an engine is given up for")[2]
-    table = section.partition("| what is seen |")[2].partition("\n\n")[0]
+    section = DOCS.read_text().partition("## When an engine is taken out of service")[2]
+    table = section.partition("| observation |")[2].partition("\n\n")[0]
     seen = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()[2:]]
     assert len(seen) == len(ROWS)
     for row, known in zip(seen, ROWS, strict=True):
