@@ -46,7 +46,7 @@ from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.metrics import read_metrics
 
-MOST_SPREAD = 0.25
+MAX_SPREAD = 0.25
 RAPID_UPDATES = 4
 GROUP = 8
 SIZES = ("warm_up", "steps", "groups", "concurrency", "longest")
@@ -153,11 +153,11 @@ def time_table(rows: Sequence[Row]) -> str:
         whole = [per_second(row) / per_second(base) for base, row in pairs]
         ratio = spread(ratios)
         apart = (max(ratios) - min(ratios)) / float(np.median(ratios)) if ratios else 0.0
-        if apart > MOST_SPREAD:
+        if apart > MAX_SPREAD:
             ratio = f"void: {ratio}"
             void.append(
                 f"**Void**: the pairs of `{preset}` on `{lengths}` spread by {apart:.0%} of their "
-                f"median, and at most {MOST_SPREAD:.0%} counts. Measure again on a quiet machine."
+                f"median, and at most {MAX_SPREAD:.0%} counts. Measure again on a quiet machine."
             )
         shares = [
             f"{np.median([row[name] for row in of]):.0%}"

@@ -13,7 +13,7 @@ from benchmarks.gpu_check.check import ROOT, CheckFailed, Figures, Stage
 
 _TESTS = ("tests/kernels", "tests/algorithms/test_loss_backends.py")
 _TEST_SECONDS = 210
-_MOST_WORKERS = 8  # each one holds a CUDA context of about half a GiB
+_MAX_WORKERS = 8  # each one holds a CUDA context of about half a GiB
 _TAIL = 3000
 
 
@@ -23,7 +23,7 @@ def device_tests(_stage: Stage) -> Figures:
     command += ["-p", "no:cacheprovider", "-W", "ignore"]
     if importlib.util.find_spec("xdist") is not None:
         # With a cold cache the time goes to about 130 compilations, one core each.
-        command += ["-n", str(min(_MOST_WORKERS, os.cpu_count() or 1))]
+        command += ["-n", str(min(_MAX_WORKERS, os.cpu_count() or 1))]
     done = subprocess.run(
         [*command, *_TESTS], cwd=ROOT, capture_output=True, text=True, timeout=_TEST_SECONDS
     )

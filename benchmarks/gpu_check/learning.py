@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megatron_async.trainer.step import PolicyTrainer
     from megatron_async.trajectory.batch import TokenBatch
 
-_LEAST_GAIN = 0.1  # of accuracy; the quickstart gains 0.2
+_MIN_GAIN = 0.1  # of accuracy; the quickstart gains 0.2
 # As in trainer.py: far above rounding, far below what a wrong weight gives.
 _LOGPROB_BOUND = 0.03
 _REHEARSAL = {
@@ -83,7 +83,7 @@ def learning(stage: Stage) -> Figures:
     if not figures["mean_logprob_difference"] <= _LOGPROB_BOUND:
         raise CheckFailed(f"the generator does not have the trainer's weights: {figures}")
     gain = figures["accuracy_after"] - figures["accuracy_before"]
-    if not stage.rehearsal and not gain >= _LEAST_GAIN:
+    if not stage.rehearsal and not gain >= _MIN_GAIN:
         raise CheckFailed(f"accuracy rose by {gain:.3f}: {figures}")
     return figures
 

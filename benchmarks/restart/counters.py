@@ -30,7 +30,7 @@ from megatron_async.trajectory.batch import TokenBatch
 
 VARIABLE = "RESTART_COUNTERS"
 FIELDS = ("first", "last", "events", "longest", "seconds", "tokens", "pauses")
-LARGEST_TRAJECTORIES = 8192
+MAX_TRAJECTORIES = 8192
 TRAINED_TOKENS = 64  # of each response: a model on two cores would take minutes for all of them
 _TRAJECTORY = re.compile(r"(?<![\w-])t(\d+)-\d+;")
 
@@ -43,7 +43,7 @@ class Counters:
 
     def __init__(self, file: Path, *, new: bool = True) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        shape = (len(FIELDS) + LARGEST_TRAJECTORIES,)
+        shape = (len(FIELDS) + MAX_TRAJECTORIES,)
         self._all = np.asarray(np.memmap(file, "f8", "w+" if new else "r", shape=shape))
 
     @property
@@ -81,7 +81,7 @@ def read_counters(folder: Path, kind: str) -> list[Counters]:
     return [Counters(file, new=False) for file in sorted(folder.glob(f"{kind}-*"))]
 
 
-@lru_cache(maxsize=4 * LARGEST_TRAJECTORIES)
+@lru_cache(maxsize=4 * MAX_TRAJECTORIES)
 def trajectory_of(request_id: str) -> int | None:
     """Return the trajectory of a request; None for requests of evaluations and checks."""
     found = _TRAJECTORY.search(request_id)

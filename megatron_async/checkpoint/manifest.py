@@ -378,7 +378,7 @@ def all_faults(checkpoint: Checkpoint) -> list[str]:
     return faults(checkpoint.path, checkpoint.manifest.files)
 
 
-def quickly_read(checkpoint: Checkpoint) -> bool:
+def is_quickly_readable(checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint's files are small enough to be read in a few seconds."""
     size = sum(record.size for record in checkpoint.manifest.files.values())
     return size <= _QUICKLY_READ_BYTES
@@ -389,7 +389,7 @@ def quick_faults(checkpoint: Checkpoint) -> list[str]:
 
     Files of a large checkpoint are not read; only their sizes are compared.
     """
-    return faults(checkpoint.path, checkpoint.manifest.files, read=quickly_read(checkpoint))
+    return faults(checkpoint.path, checkpoint.manifest.files, read=is_quickly_readable(checkpoint))
 
 
 FindFaults: TypeAlias = Callable[[Checkpoint], list[str]]

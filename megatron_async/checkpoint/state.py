@@ -54,7 +54,7 @@ from megatron_async.checkpoint.placement import Box, ParameterId, boxes, exporte
 from megatron_async.checkpoint.random_state import load_random_state
 from megatron_async.errors import UserError
 from megatron_async.models.architecture import Architecture
-from megatron_async.models.parameters import PlacedParameter, placed_parameters, unwrap
+from megatron_async.models.parameters import LocalParameter, local_parameters, unwrap
 from megatron_async.models.shards import ShardLayout
 from megatron_async.trajectory.types import PolicyVersion
 
@@ -193,10 +193,10 @@ def _spans(trainer: Checkpointable) -> Iterator[_Span]:
                 yield _Span(parameter, 0, parameter.numel(), master, state[master], True)
 
 
-def _placed(trainer: Checkpointable) -> dict[int, PlacedParameter]:
+def _placed(trainer: Checkpointable) -> dict[int, LocalParameter]:
     """Return this rank's parameters with their sharding, by the id of the parameter object."""
     model = unwrap(trainer.wrapped)
-    return {id(p.parameter): p for p in placed_parameters([model], model.architecture)}
+    return {id(p.parameter): p for p in local_parameters([model], model.architecture)}
 
 
 def local_shards(trainer: Checkpointable) -> Iterator[ParameterShard]:
@@ -252,12 +252,12 @@ def _share(count: int, rank: int, size: int) -> tuple[int, int]:
     return count * rank // size, count * (rank + 1) // size
 
 
-def parameter_id_of(placed: PlacedParameter, architecture: Architecture) -> ParameterId:
+def parameter_id_of(placed: LocalParameter, architecture: Architecture) -> ParameterId:
     """Return the id of a rank's parameter in the whole model; for a tied head the embedding's."""
     return ParameterId(exported(architecture, placed.rule), placed.layer, placed.expert)
 
 
-def replicas(placed: PlacedParameter) -> tuple[int, int]:
+def replicas(placed: LocalParameter) -> tuple[int, int]:
     """Return this rank's number among the data-parallel ranks with the same shard, and their
     number."""
     if placed.rule.expert:
@@ -271,7 +271,7 @@ def replicas(placed: PlacedParameter) -> tuple[int, int]:
     )
 
 
-def is_primary_copy(placed: PlacedParameter) -> bool:
+def is_primary_copy(placed: LocalParameter) -> bool:
     """Return whether a rank's parameter is not a mere copy, such as a tied head or a replicated
     tensor.
 
@@ -360,7 +360,7 @@ def load_checkpoint_weights(model: Any, path: Path) -> None:
             corrupt_on_all(),
             PieceReader(checkpoint.path, checkpoint.manifest.files) as reader,
         ):
-            for placed in placed_parameters([model], model.architecture):
+            for placed in local_parameters([model], model.architecture):
                 shard = _weights_shard(placed, model.architecture, tensors)
                 load_shard(shard, reader, tensors)
                 if shard.is_saved:
@@ -374,7 +374,7 @@ def load_checkpoint_weights(model: Any, path: Path) -> None:
 
 
 def _weights_shard(
-    placed: PlacedParameter, architecture: Architecture, tensors: Mapping[str, TensorRecord]
+    placed: LocalParameter, architecture: Architecture, tensors: Mapping[str, TensorRecord]
 ) -> ParameterShard:
     """Allocate an empty shard for this rank's slice of a parameter, in the checkpoint's
     precision."""

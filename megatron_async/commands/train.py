@@ -14,9 +14,9 @@ import typer
 
 from megatron_async.checkpoint.manifest import (
     first_intact,
+    is_quickly_readable,
     list_checkpoints,
     quick_faults,
-    quickly_read,
 )
 from megatron_async.commands.report import show_closing
 from megatron_async.commands.rollback import Rollback, rollback_to
@@ -223,7 +223,7 @@ def resume_lines(
     origin = "step 0 (there is no checkpoint yet)"
     if newest is not None:
         origin = f"checkpoint {newest.path.name}, made after step {start - 1}"
-        if back is None and not quickly_read(newest):
+        if back is None and not is_quickly_readable(newest):
             origin += " (its files are verified as they are read)"
     lines = [f"{directory.path.name} resumes from {origin}"]
     if done > start:

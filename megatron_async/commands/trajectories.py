@@ -175,7 +175,7 @@ def conversation(t: Trajectory, decode: Decode) -> Iterator[RenderableType]:
         follows = "first turn" if turn.parent is None else f"follows turn {turn.parent}"
         yield Text(f"turn {turn.number}, {follows}", style="bold")
         for index, segment in enumerate(t.segments_of(turn), start=turn.segment):
-            mask = 0 if segment.from_environment or turn.left else 1
+            mask = 0 if segment.from_environment or turn.abandoned else 1
             yield Text(f"{segment_title(index, segment)}, mask {mask}", style="dim")
             yield Text(decode(segment.token_ids.tolist()))
         ended = "is open" if turn.end is None else f"ended by {turn.end.value}"

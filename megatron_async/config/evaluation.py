@@ -9,8 +9,8 @@ from megatron_async.config.base import Settings
 from megatron_async.config.data import FileConfig
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.config.sampling_contract import (
-    LARGEST_TEMPERATURE,
-    LEAST_TEMPERATURE,
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
     temperature_fits,
 )
 
@@ -101,7 +101,7 @@ class EvalConfig(Settings):
             if one.temperature and not temperature_fits(one.temperature):
                 raise ValueError(
                     f"{where}.temperature must be 0 (greedy) or lie between "
-                    f"{LEAST_TEMPERATURE:g} and {LARGEST_TEMPERATURE:g}, got {one.temperature:g}"
+                    f"{MIN_TEMPERATURE:g} and {MAX_TEMPERATURE:g}, got {one.temperature:g}"
                 )
             if one.top_k is not None and one.top_k != -1 and one.top_k < 2:
                 raise ValueError(

@@ -20,8 +20,8 @@ from megatron_async.errors import UserError, short_repr
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 """Of a model's directory; the first that is there is used."""
-_MOST_LEVELS = 32
-_MOST_VALUES = 1_000_000
+_MAX_LEVELS = 32
+_MAX_VALUES = 1_000_000
 # Errors that PyYAML raises for a value that does not fit its tag, as in `!!int ""`.
 _MISFITS = (ValueError, TypeError, LookupError, AttributeError)
 _MISFIT = "a value does not fit its tag"
@@ -97,8 +97,8 @@ def _check_plain(value: object, what: str, where: str, seen: Iterator[int], dept
     Raises:
         UserError: If it could not.
     """
-    if depth > _MOST_LEVELS or next(seen) > _MOST_VALUES:
-        raise UserError(f"{what} has more than {_MOST_LEVELS} levels or {_MOST_VALUES:,} values")
+    if depth > _MAX_LEVELS or next(seen) > _MAX_VALUES:
+        raise UserError(f"{what} has more than {_MAX_LEVELS} levels or {_MAX_VALUES:,} values")
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str) or not _is_plain(key):

@@ -7,8 +7,8 @@ from pydantic import Field
 from megatron_async.config.base import Settings
 from megatron_async.config.data import DataConfig
 from megatron_async.config.sampling_contract import (
-    LARGEST_TEMPERATURE,
-    LEAST_TEMPERATURE,
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
     check_extra_args,
     temperature_fits,
 )
@@ -56,8 +56,8 @@ class SamplingConfig(Settings):
         """Check that log-probs describe what engines sample."""
         if not temperature_fits(self.temperature):
             raise ValueError(
-                f"sampling.temperature must lie between {LEAST_TEMPERATURE:g} and "
-                f"{LARGEST_TEMPERATURE:g}, got {self.temperature:g}; outside, log-probs do not "
+                f"sampling.temperature must lie between {MIN_TEMPERATURE:g} and "
+                f"{MAX_TEMPERATURE:g}, got {self.temperature:g}; outside, log-probs do not "
                 "describe how tokens are drawn"
             )
         if self.top_k != -1 and self.top_k < 1:

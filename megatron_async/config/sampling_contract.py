@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 # Below 1e-6 SGLang decodes greedily, with log-probs of temperature 1. At somewhat higher
 # temperatures a ratio is still meaningless, because the temperature divides rounding errors of the
 # logits. With float32 engines the largest error of a log-prob is 4e-5 at temperature 0.01.
-LEAST_TEMPERATURE = 0.01
-LARGEST_TEMPERATURE = 100.0
+MIN_TEMPERATURE = 0.01
+MAX_TEMPERATURE = 100.0
 
 _OTHER_MODEL = "engines then run another model than the trainer"
 _OTHER_DRAW = "tokens are then drawn from another distribution than their log-probs describe"
@@ -78,7 +78,7 @@ _BREAKING_VARIABLES = re.compile(
 
 def temperature_fits(temperature: float) -> bool:
     """Return whether log-probs at this temperature describe how tokens are drawn."""
-    return LEAST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE
+    return MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE
 
 
 def check_extra_args(arguments: Sequence[str]) -> None:

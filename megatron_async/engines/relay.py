@@ -40,9 +40,9 @@ _LONGEST_PAUSE_SECONDS = 0.1
 _PAUSE_PER_STREAM_SECONDS = 25e-6  # With 4,096 streams the pause is the longest one.
 _PAUSE_PER_ENGINE_SECONDS = 10e-3  # A message costs the manager about 0.5 ms.
 _PAUSE_OF_ABORTS_SECONDS = 10e-3  # An update waits for the ends of these streams.
-_MOST_STREAMS = 1024  # Streams in one report; with 64 tokens of each it has 0.5 MB.
+_MAX_STREAMS = 1024  # Streams in one report; with 64 tokens of each it has 0.5 MB.
 _ITEMS_IN_A_TURN = 64  # Items that are processed in one iteration of the event loop.
-_MOST_STARTED = 256  # Requests that one call starts.
+_MAX_STARTED = 256  # Requests that one call starts.
 _NEWS_SECONDS = 5.0
 # A stream that reached its limit waits for an acknowledgment, which comes with the next call.
 _NEWS_SECONDS_UNACKNOWLEDGED = 0.05
@@ -106,7 +106,7 @@ class StreamRelay:
                     await self._news.wait()
             except TimeoutError:
                 pass  # The report is empty, and the manager requests another one.
-        return self._outbox.take(_MOST_STREAMS)
+        return self._outbox.take(_MAX_STREAMS)
 
     async def close(self) -> None:
         """Stop reading all streams and close the client."""
@@ -285,7 +285,7 @@ class RelayedEngine(ForwardingClient):
 
     async def _send_all(self) -> None:
         while self._started or self._canceled:
-            started, self._started = self._started[:_MOST_STARTED], self._started[_MOST_STARTED:]
+            started, self._started = self._started[:_MAX_STARTED], self._started[_MAX_STARTED:]
             canceled: list[int] = []
             if not self._started:  # A cancellation must not precede the start of its stream.
                 canceled, self._canceled = self._canceled, []
@@ -309,7 +309,7 @@ class RelayedEngine(ForwardingClient):
                     if number % _ITEMS_IN_A_TURN == 0:
                         await asyncio.sleep(0)
                 await asyncio.sleep(0)
-            if len(report.runs_R7) < _MOST_STREAMS:  # Otherwise the relay has more items already.
+            if len(report.runs_R7) < _MAX_STREAMS:  # Otherwise the relay has more items already.
                 await self._pause()
 
     async def _pause(self) -> None:

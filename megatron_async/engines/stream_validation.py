@@ -21,7 +21,7 @@ from megatron_async.trajectory.types import PolicyVersion
 
 # Largest accepted share of the KV cache in use. It exceeds 1 because of rounding and overlapping
 # use.
-LARGEST_USAGE = 1.5
+MAX_USAGE = 1.5
 
 
 @dataclass
@@ -102,7 +102,7 @@ def load_of(loads: Sequence[Mapping[str, Any]], preemptions: float) -> EngineSta
     """
     if not loads:
         raise ValueError("the load report is empty")
-    usage = max(_number(load["token_usage"], LARGEST_USAGE) for load in loads)
+    usage = max(_number(load["token_usage"], MAX_USAGE) for load in loads)
     return EngineStatus(
         running_requests=sum(count_of(load["num_running_reqs"]) for load in loads),
         queued_requests=sum(count_of(load["num_waiting_reqs"]) for load in loads),

@@ -39,7 +39,7 @@ from megatron_async.environments.programs import program_of
 from megatron_async.environments.worker import (
     EpisodeStart,
     EpisodeUnknown,
-    OwnProcess,
+    ProcessGuard,
     StepResult,
     TrialEpisode,
     row_of,
@@ -186,7 +186,7 @@ class AgentWorker:
             ended="length" if attempt.limit_error else "stop",
             counts={**counts, "turns_abandoned": len(abandoned)},
             notices=notices,
-            left=abandoned,
+            abandoned=abandoned,
         )
 
     async def restore(self, key: str, payload: Mapping[str, Any], turns: Sequence[Turn]) -> None:
@@ -477,7 +477,7 @@ class AgentProcess(AgentWorker):
 
     def __init__(self, config: RunConfig, model_path: str) -> None:
         super().__init__(config, model_path)
-        self._process = OwnProcess(self._episode)
+        self._process = ProcessGuard(self._episode)
 
     async def _start(self, key: str, payload: Mapping[str, Any], turns: Sequence[Turn]) -> _Attempt:
         self._process.watch()

@@ -24,7 +24,7 @@ from megatron_async.config.rollout import SamplingConfig
 from megatron_async.environments.interface import EnvironmentFault
 from megatron_async.environments.json_text import json_text
 from megatron_async.environments.matching import TOOLS_ROLE, Message
-from megatron_async.environments.tools import MOST_NESTED, is_nested_deeply
+from megatron_async.environments.tools import MAX_NESTED, is_nested_deeply
 from megatron_async.errors import short_repr
 
 TOO_LONG: Final = "context_length_exceeded"
@@ -378,7 +378,7 @@ def _calls(calls: Any, where: str) -> list[Mapping[str, Any]]:
         raise CallRefused(
             f"{where} has the tool_calls {short_repr(calls)}; each must have an id and a function "
             "with a name and arguments, which are a JSON object as text, nested at most "
-            f"{MOST_NESTED} times",
+            f"{MAX_NESTED} times",
             "messages",
         ) from error
     return parsed
@@ -396,7 +396,7 @@ def _tools(tools: Any) -> tuple[Message, ...]:
     """Return the message that describes the tools of a request; empty without tools."""
     if not isinstance(tools, list) or is_nested_deeply(tools):
         raise CallRefused(
-            f"tools is {short_repr(tools)}; it must be a list, nested at most {MOST_NESTED} times",
+            f"tools is {short_repr(tools)}; it must be a list, nested at most {MAX_NESTED} times",
             "tools",
         )
     for tool in tools:

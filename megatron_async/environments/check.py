@@ -20,7 +20,7 @@ from megatron_async.files.private_directory import process_directory
 from megatron_async.process_backends.local import local_backend
 from megatron_async.runtime.blocking import blocking
 
-_MOST_SHOWN: Final = 2000
+_MAX_SHOWN: Final = 2000
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def check_environment(
             "compared with each other, so they should start alike. Draw random values from the "
             "row's seed."
         )
-    text = played.text[:_MOST_SHOWN]
+    text = played.text[:_MAX_SHOWN]
     summary = f"first episode, {played.opening} tokens before the first answer:\n{text}"
     return CheckedEnvironment(summary, tuple(notices))
 

@@ -21,8 +21,8 @@ from contextlib import suppress
 from typing import Any, Final
 
 from megatron_async.environments.interface import (
-    LARGEST_OBSERVATION,
-    LARGEST_STATE,
+    MAX_OBSERVATION,
+    MAX_STATE,
     Answer,
     EnvironmentFault,
     EnvironmentHung,
@@ -226,7 +226,7 @@ class EnvironmentRunner:
         end = time.monotonic() + self._seconds  # Limit of all tool calls of the response together.
         # A long result becomes an error for the policy rather than a fault of the environment,
         # because the policy chose the call.
-        most = LARGEST_OBSERVATION // 2 // max(1, len(answer.tool_calls))
+        most = MAX_OBSERVATION // 2 // max(1, len(answer.tool_calls))
         replies = []
         for call in answer.tool_calls:
             reply = await self._tool(call, end - time.monotonic())
@@ -287,7 +287,7 @@ class EnvironmentRunner:
         """Return a snapshot of the object, from which `restore` can build it again.
 
         The result is None if the class does not have both `state` and `restore`, or if the snapshot
-        is larger than `LARGEST_STATE`.
+        is larger than `MAX_STATE`.
 
         Raises:
             EnvironmentFault: `state` raised, timed out or did not return bytes.
@@ -299,7 +299,7 @@ class EnvironmentRunner:
             raise EnvironmentFault(
                 f"{self._where('state')} returned {short_repr(snapshot)}; it must be bytes"
             )
-        return bytes(snapshot) if len(snapshot) <= LARGEST_STATE else None
+        return bytes(snapshot) if len(snapshot) <= MAX_STATE else None
 
     async def restore(self, snapshot: bytes, row: Mapping[str, Any]) -> None:
         """Build a new environment object, and call its `restore` with `snapshot` and the row.

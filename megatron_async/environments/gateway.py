@@ -35,7 +35,7 @@ from megatron_async.environments.chat import (
 from megatron_async.environments.json_text import json_text
 
 LOOPBACK: Final = "127.0.0.1"
-LARGEST_BODY: Final = 16 << 20
+MAX_BODY: Final = 16 << 20
 MODEL: Final = "policy"
 _ONE_MODEL: Final = "/v1/models/"
 _MAX_UNAUTHENTICATED: Final = 1024
@@ -328,7 +328,7 @@ class _Server(web.Server):
             message: Any, payload: Any, protocol: Any, writer: Any, task: Any
         ) -> web.BaseRequest:
             parts = (message, payload, protocol, writer, task)
-            return web.BaseRequest(*parts, loop, client_max_size=LARGEST_BODY)
+            return web.BaseRequest(*parts, loop, client_max_size=MAX_BODY)
 
         super().__init__(gateway.handle, request_factory=request_of, handler_cancellation=True)
         self._gateway = gateway
@@ -343,8 +343,8 @@ async def _body(request: web.BaseRequest) -> Any:
     Raises:
         CallRefused: The body is too large, did not arrive in time, or is not JSON.
     """
-    if (request.content_length or 0) > LARGEST_BODY:
-        raise CallRefused(f"the body has more than {LARGEST_BODY:,} bytes", status=413)
+    if (request.content_length or 0) > MAX_BODY:
+        raise CallRefused(f"the body has more than {MAX_BODY:,} bytes", status=413)
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             waits = request.headers.get("Expect", "").lower() == "100-continue"
@@ -354,7 +354,7 @@ async def _body(request: web.BaseRequest) -> Any:
                 request.writer.output_size = 0
             return json.loads(await request.read())
     except web.HTTPRequestEntityTooLarge as error:
-        raise CallRefused(f"the body has more than {LARGEST_BODY:,} bytes", status=413) from error
+        raise CallRefused(f"the body has more than {MAX_BODY:,} bytes", status=413) from error
     except TimeoutError as error:
         raise CallRefused(
             f"the body did not arrive within {_BODY_SECONDS:g} s", status=408

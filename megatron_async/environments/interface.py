@@ -20,9 +20,9 @@ from megatron_async.errors import short_repr
 from megatron_async.scoring.rewards.sample import score_of
 from megatron_async.tasks.base import Message
 
-LARGEST_OBSERVATION: Final = 1 << 20
+MAX_OBSERVATION: Final = 1 << 20
 """Largest number of characters in one observation; a longer one raises EnvironmentFault."""
-LARGEST_STATE: Final = 256 << 10
+MAX_STATE: Final = 256 << 10
 """Largest size in bytes of a snapshot from `state()`. A larger snapshot is not stored, so the
 episode is replayed from its stored responses rather than restored from the snapshot."""
 _ROLES: Final = ("system", "user", "tool")
@@ -163,7 +163,7 @@ def messages_of(observation: Any, where: str) -> tuple[Message, ...]:
 
     Raises:
         EnvironmentFault: `observation` is neither text nor a non-empty sequence of valid messages,
-            or it is longer than `LARGEST_OBSERVATION`.
+            or it is longer than `MAX_OBSERVATION`.
     """
     if isinstance(observation, str):
         observation = [{"role": "user", "content": observation}]
@@ -175,9 +175,9 @@ def messages_of(observation: Any, where: str) -> tuple[Message, ...]:
     for message in observation:
         _check_message(message, where)
     parts = (part for message in observation for item in message.items() for part in item)
-    if sum(map(len, parts)) > LARGEST_OBSERVATION:
+    if sum(map(len, parts)) > MAX_OBSERVATION:
         raise EnvironmentFault(
-            f"{where} returned an observation of more than {LARGEST_OBSERVATION:,} characters"
+            f"{where} returned an observation of more than {MAX_OBSERVATION:,} characters"
         )
     # Subclasses of str become plain strings, because the process that unpickles the messages may
     # not be able to import a user's class.

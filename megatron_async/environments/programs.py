@@ -33,7 +33,7 @@ from megatron_async.runtime.outcome import outcome_of
 Program = Callable[[str, str, Mapping[str, Any]], Awaitable[Any]]
 """Runs an agent's program with a base URL, an API key and a row; returns the program's result."""
 
-_LARGEST_OUTPUT: Final = 1 << 20
+_MAX_OUTPUT: Final = 1 << 20
 _OUTPUT_SECONDS: Final = 2.0
 _SHOWN_ERROR: Final = 300
 _STACK_FRAME: Final = re.compile(r"\s+at |Node\.js v|\s*$")
@@ -126,7 +126,7 @@ def _command(settings: AgentConfig, memory_mib: int) -> Program:
                 stderr=pipe,
                 start_new_session=True,
                 preexec_fn=after_fork(signal.SIGKILL),
-                limit=_LARGEST_OUTPUT,
+                limit=_MAX_OUTPUT,
             )
         except OSError as error:
             known = isinstance(error, FileNotFoundError | PermissionError)
@@ -160,7 +160,7 @@ async def _communicate(
     """Send `row` to a command's standard input, wait for its end, and return what it printed.
 
     Returns:
-        The newest `_LARGEST_OUTPUT` bytes of its standard output and of its standard error. What
+        The newest `_MAX_OUTPUT` bytes of its standard output and of its standard error. What
         its child processes print later than `_OUTPUT_SECONDS` after its end is lost.
     """
     stdin, out, err = process.stdin, process.stdout, process.stderr
@@ -179,7 +179,7 @@ async def _communicate(
     async def read(stream: asyncio.StreamReader, newest: bytearray) -> None:
         while data := await stream.read(1 << 16):
             newest += data
-            del newest[:-_LARGEST_OUTPUT]
+            del newest[:-_MAX_OUTPUT]
 
     work = [asyncio.ensure_future(task) for task in (write(), read(out, output), read(err, errors))]
     try:

@@ -23,7 +23,7 @@ Tool = Callable[..., Any]
 _PLAIN: Final = (int, float, str, bool, NoneType, list, tuple, dict, Any)
 """Types whose JSON schemas transformers can make; it describes other classes as empty objects."""
 _PLAIN_GENERICS: Final = (typing.Union, UnionType, list, tuple, dict)
-_MOST_EXACT: Final = 1 << 53
+_MAX_EXACT: Final = 1 << 53
 """Largest magnitude up to which every float without a fraction stands for exactly one integer."""
 
 
@@ -141,7 +141,7 @@ def _readings(given: Any) -> Iterator[Any]:
     if isinstance(given, str):
         with suppress(ValueError):
             yield from_json(given, allow_inf_nan=False)
-    elif isinstance(given, float) and given.is_integer() and abs(given) <= _MOST_EXACT:
+    elif isinstance(given, float) and given.is_integer() and abs(given) <= _MAX_EXACT:
         yield int(given)
 
 

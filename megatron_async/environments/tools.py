@@ -41,7 +41,7 @@ _NO_METHODS: Final = (
 )
 """Types of class attributes that are not methods of the user. The last two are the types of methods
 of built-in classes."""
-MOST_NESTED: Final = 64
+MAX_NESTED: Final = 64
 """Largest nesting depth of a tool call's arguments. Python's json can parse much deeper values that
 it cannot write again."""
 
@@ -186,14 +186,14 @@ def _call(name: str, parameters: str) -> ToolCall:
             f"the arguments of {name!r} are {short_repr(arguments)}; they must be an object"
         )
     if is_nested_deeply(arguments):
-        raise ValueError(f"the arguments of {name!r} are nested more than {MOST_NESTED} times")
+        raise ValueError(f"the arguments of {name!r} are nested more than {MAX_NESTED} times")
     return ToolCall(name, arguments)
 
 
 def is_nested_deeply(value: Any) -> bool:
-    """Return whether lists and objects of a JSON value are nested more than `MOST_NESTED` deep."""
+    """Return whether lists and objects of a JSON value are nested more than `MAX_NESTED` deep."""
     level = [value]
-    for _ in range(MOST_NESTED):
+    for _ in range(MAX_NESTED):
         level = [inner for outer in level for inner in _inside(outer)]
     return bool(level)
 

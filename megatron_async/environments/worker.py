@@ -91,7 +91,7 @@ class StepResult:
         fault: Error message from closing the ended environment, which does not change the result;
             None if there was no error.
         parent: Number of the turn that the next turn continues; None if it starts a conversation.
-        left: Numbers of turns that must not be trained, since no agent received their responses.
+        abandoned: Numbers of turns that must not be trained, since no agent received their responses.
         counts: Counts for metrics.
         notices: Warnings for the user.
     """
@@ -104,7 +104,7 @@ class StepResult:
     ended: str | None = None
     fault: str | None = None
     parent: int | None = None
-    left: tuple[int, ...] = ()
+    abandoned: tuple[int, ...] = ()
     counts: Mapping[str, int] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
 
@@ -388,7 +388,7 @@ class EnvironmentWorker:
         """Do nothing, because this worker may share its process; `EnvironmentProcess` ends it."""
 
 
-class OwnProcess:
+class ProcessGuard:
     """Memory limit and watchdog of a process that runs one worker and nothing else."""
 
     def __init__(self, settings: EpisodeConfig) -> None:
@@ -423,7 +423,7 @@ class EnvironmentProcess(EnvironmentWorker):
 
     def __init__(self, config: RunConfig, model_path: str) -> None:
         super().__init__(config, model_path)
-        self._process = OwnProcess(self._episode)
+        self._process = ProcessGuard(self._episode)
 
     def _runner(self) -> EnvironmentRunner:
         self._process.watch()

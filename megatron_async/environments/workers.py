@@ -208,7 +208,7 @@ class EpisodeSessions:
         room: int,
         last: bool,
         logprobs: Sequence[float] = (),
-        asked_before: bool = False,
+        may_repeat: bool = False,
     ) -> StepResult:
         """Send the response of the last turn to episode `number`'s environment; return its reply.
 
@@ -222,13 +222,13 @@ class EpisodeSessions:
             room: Number of tokens that the next turn's input may add to its branch.
             last: Whether a limit of the episode is reached, so that there is no next turn.
             logprobs: Log-probability of each token of the response; only agents need them.
-            asked_before: Whether an earlier caller may already have sent this response.
+            may_repeat: Whether an earlier caller may already have sent this response.
 
         Raises:
             EnvironmentFault: The environment or agent failed, or its worker died three times.
             ReplayDiffers: The episode cannot be restored.
         """
-        turn, sent = turns[-1].number, asked_before
+        turn, sent = turns[-1].number, may_repeat
 
         async def send() -> StepResult:
             nonlocal sent

@@ -22,7 +22,7 @@ from typing import Any, Final, Literal, get_args
 from megatron_async.config.files import read_json_object
 from megatron_async.errors import UserError, short_repr
 
-LARGEST_SIZE: Final = (1 << 31) - 1
+MAX_SIZE: Final = (1 << 31) - 1
 """Largest allowed dimension or count in a config.json: the largest that tensors can have."""
 MAX_LAYERS: Final = 100_000
 _ORIGINAL: Final = "original_max_position_embeddings"
@@ -131,7 +131,7 @@ class ConfigReader:
         value = self.raw.get(key)
         return default if value is None else value
 
-    def integer(self, key: str, default: int | None = None, largest: int = LARGEST_SIZE) -> int:
+    def integer(self, key: str, default: int | None = None, largest: int = MAX_SIZE) -> int:
         """Return the whole number of `key`, or `default` if the key is missing or null.
 
         Raises:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.families import stage_rules
-from megatron_async.models.parameters import placed_parameters
+from megatron_async.models.parameters import local_parameters
 from megatron_async.models.shards import Rule, ShardLayout, merge
 
 NamedTensor = tuple[str, Tensor]
@@ -94,7 +94,7 @@ def stage_tensors(
     expert_group = parallel_state.get_expert_model_parallel_group()
     shard_of = {
         (placed.rule, placed.layer, placed.expert): placed.parameter.detach()
-        for placed in placed_parameters(chunks, architecture)
+        for placed in local_parameters(chunks, architecture)
     }
     expert_rank = parallel_state.get_expert_model_parallel_rank()
     for step in stage_walk(architecture, stage):

@@ -14,7 +14,7 @@ import torch
 from megatron_async.errors import UserError
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.model_files import SafetensorsDirectory, check_tensors
-from megatron_async.models.parameters import placed_parameters, unwrap
+from megatron_async.models.parameters import local_parameters, unwrap
 from megatron_async.models.shards import split
 
 
@@ -32,7 +32,7 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], model_dir: Path | str) ->
     architecture: Architecture = unwrap(chunks[0]).architecture
     with SafetensorsDirectory(model_dir) as directory:
         check_tensors(directory, architecture)
-        for placed in placed_parameters(chunks, architecture):
+        for placed in local_parameters(chunks, architecture):
             shard = split(
                 placed.rule, placed.tensor_names, directory.read, placed.size, placed.rank
             )

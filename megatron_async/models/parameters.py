@@ -23,7 +23,7 @@ _EXPERT = re.compile(
 
 
 @dataclass(frozen=True, eq=False)
-class PlacedParameter:
+class LocalParameter:
     """A parameter of this rank with its position in the whole model.
 
     Attributes:
@@ -57,9 +57,9 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
     return chunk
 
 
-def placed_parameters(
+def local_parameters(
     chunks: Sequence[torch.nn.Module], architecture: Architecture
-) -> Iterator[PlacedParameter]:
+) -> Iterator[LocalParameter]:
     """Generate every parameter of this rank's model chunks with its rule, global layer and expert.
 
     Raises:
@@ -80,7 +80,7 @@ def placed_parameters(
             rule = by_name.get(template)
             if rule is None:
                 raise KeyError(f"no rule of family {architecture.family} names parameter {name}")
-            yield PlacedParameter(
+            yield LocalParameter(
                 name=name,
                 parameter=parameter,
                 rule=rule,

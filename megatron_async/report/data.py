@@ -32,10 +32,10 @@ from megatron_async.trajectory.types import (
 )
 
 Lines = list[dict[str, float]]
-_MOST_CHARACTERS = 4000
-_MOST_FACTS = 300
-_MOST_ROWS = 3
-_MOST_TURNS = 32
+_MAX_CHARACTERS = 4000
+_MAX_FACTS = 300
+_MAX_ROWS = 3
+_MAX_TURNS = 32
 _ENDS = {FinishReason.STOP: "complete", FinishReason.LENGTH: "cut at the length limit"}
 _EPISODE_ENDS = {
     FinishReason.STOP: "by the environment",
@@ -195,7 +195,7 @@ def _evaluated(folder: Path) -> Iterator[ReportSample]:
     for name, file in newest.items():
         rows = list(json_lines(file.read_bytes()))
         worst = min(range(len(rows)), key=lambda i: rows[i].get("reward") or 0.0, default=0)
-        for row in [*rows[worst : worst + 1], *rows[:worst], *rows[worst + 1 :]][:_MOST_ROWS]:
+        for row in [*rows[worst : worst + 1], *rows[:worst], *rows[worst + 1 :]][:_MAX_ROWS]:
             prompt = row.get("prompt") or row.get(
                 "question", ""
             )  # Older versions stored no prompt.
@@ -215,7 +215,7 @@ def _pieces_of(messages: Sequence[Mapping[str, Any]], author: str) -> tuple[Piec
     Args:
         author: The policy version that wrote the assistant's messages.
     """
-    shown = messages[: 2 * _MOST_TURNS]
+    shown = messages[: 2 * _MAX_TURNS]
     return tuple(
         Piece(_cut(m["content"]), author if m["role"] == "assistant" else None, heading=m["role"])
         for m in shown
@@ -236,7 +236,7 @@ def _facts(row: dict[str, Any]) -> str:
         facts.append(f"right answer {answer}")
     if row.get("truncated"):
         facts.append("cut at the length limit")
-    return _cut(", ".join(facts), _MOST_FACTS)
+    return _cut(", ".join(facts), _MAX_FACTS)
 
 
 def _version(version: PolicyVersion) -> str:
@@ -245,7 +245,7 @@ def _version(version: PolicyVersion) -> str:
     return f"{name} (lineage {version.lineage})" if version.lineage else name
 
 
-def _cut(text: str, most: int = _MOST_CHARACTERS) -> str:
+def _cut(text: str, most: int = _MAX_CHARACTERS) -> str:
     """Return `text`, shortened to `most` characters."""
     return text if len(text) <= most else f"{text[:most]} …"
 
@@ -317,7 +317,7 @@ def _episode(why: str, found: Trajectory, decode: Callable[[Sequence[int]], str]
         f"{ended or 'unfinished'}{step}"
     )
     pieces: list[Piece] = []
-    for turn in found.turns[:_MOST_TURNS]:
+    for turn in found.turns[:_MAX_TURNS]:
         of_turn = [_piece(segment, decode) for segment in found.segments_of(turn)]
         first, *rest = of_turn or [Piece("", None)]
         heading = f"turn {turn.number}"
@@ -327,6 +327,6 @@ def _episode(why: str, found: Trajectory, decode: Callable[[Sequence[int]], str]
             heading += f", reward {turn.reward:.3g}"
         begins = replace(first, heading=heading, text=first.text.lstrip("\n"))
         pieces += [begins, *rest]
-    if len(found.turns) > _MOST_TURNS:
-        facts += f", the first {_MOST_TURNS} are shown"
+    if len(found.turns) > _MAX_TURNS:
+        facts += f", the first {_MAX_TURNS} are shown"
     return ReportSample(why, facts, _cut(decode(found.prompt.token_ids.tolist())), tuple(pieces))

@@ -32,11 +32,11 @@ COLORS: Final = (
 _HEIGHT: Final = 236
 _MARGINS: Final = {"l": 58, "r": 12, "t": 10, "b": 62}
 _AT_BOTTOM: Final = {"yref": "container", "y": 0, "yanchor": "bottom", "traceorder": "normal"}
-_MOST_LAG: Final = 8
+_MAX_LAG: Final = 8
 _FEW_STEPS = 8  # Below this number, every step has a label.
 # Ratios of the largest to the smallest value on a log axis from which fewer labels are drawn.
 _FEW_DIGITS, _FEW_POWERS, _MANY_POWERS = 3.0, 100.0, 1e6
-_MOST_LOG_WEIGHT: Final = 20.0  # Bound to which log ratios are clamped.
+_MAX_LOG_WEIGHT: Final = 20.0  # Bound to which log ratios are clamped.
 
 Figure: TypeAlias = Any  # plotly has no type annotations.
 Line: TypeAlias = Mapping[str, float]
@@ -132,7 +132,7 @@ def drawn(line: Line) -> dict[str, float]:
         found |= _band("reward/mean", line["reward/mean"], error, *ends)
     for mean, chi2, *extremes in _MOMENTS.values():
         if all(name in line for name in (mean, chi2, *extremes)):
-            logs = (min(max(line[end], -_MOST_LOG_WEIGHT), _MOST_LOG_WEIGHT) for end in extremes)
+            logs = (min(max(line[end], -_MAX_LOG_WEIGHT), _MAX_LOG_WEIGHT) for end in extremes)
             low, high = map(math.exp, logs)
             spread = math.sqrt(max(0.0, line[chi2] + 1 - line[mean] ** 2))
             found |= {f"{mean}/smallest": low, f"{mean}/largest": high}
@@ -309,8 +309,8 @@ def episode_endings(run: RunData) -> Figure | None:
 
 
 _LAG_SHARES: Final = (
-    *((f"lag {k}", f"staleness/lag_share_{k}") for k in range(_MOST_LAG)),
-    (f"lag {_MOST_LAG} or more", f"staleness/lag_share_{_MOST_LAG}"),
+    *((f"lag {k}", f"staleness/lag_share_{k}") for k in range(_MAX_LAG)),
+    (f"lag {_MAX_LAG} or more", f"staleness/lag_share_{_MAX_LAG}"),
 )
 _ROLLOUT_PHASES: Final = (
     ("generating", "rollout/seconds"),

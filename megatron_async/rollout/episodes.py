@@ -48,7 +48,7 @@ from megatron_async.store.episodes import TurnOutcome
 from megatron_async.store.records import SupersededRequest
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import (
-    LEFT,
+    ABANDONED,
     FinishReason,
     IntArray,
     PolicyVersion,
@@ -64,7 +64,7 @@ PLAYED_SECONDS: Final = "played_seconds"
 """Key in a stored response: seconds for which the episode had been played when the environment
 replied."""
 MAX_FAILURES_IN_ROW: Final = 64
-_MOST_NOTICES: Final = 16
+_MAX_NOTICES: Final = 16
 UNLIMITED_BUDGET: Final = 1 << 31
 
 
@@ -229,7 +229,7 @@ class Episodes:
             logprobs=[float(n) for s in made for n in s.logprobs] if self._logprobs else (),
             room=input_budget(self._longest(), taken, self._max_new_tokens),
             last=self._is_last(trajectory_id, turns[-1]),
-            asked_before=trajectory_id in self._possibly_called,
+            may_repeat=trajectory_id in self._possibly_called,
         )
         self._possibly_called.discard(trajectory_id)
         self._notice(stepped.notices)
@@ -239,7 +239,7 @@ class Episodes:
         outcome = TurnOutcome({**stepped.answer, PLAYED_SECONDS: played}, stepped.reward)
         if stepped.ended is not None:
             ended = FinishReason(stepped.ended)
-            self._store.episodes.end_episode(call, ended, outcome, stepped.left)
+            self._store.episodes.end_episode(call, ended, outcome, stepped.abandoned)
             self._statistics.episode_ended(len(turns))
             return ev.EpisodeEnded(trajectory_id)
         assert stepped.token_ids is not None
@@ -259,10 +259,10 @@ class Episodes:
     def _notice(self, notices: Sequence[str]) -> None:
         """Report each notice of an environment as a warning `agent`, unless it was reported before.
 
-        At most `_MOST_NOTICES` different notices are reported in a session.
+        At most `_MAX_NOTICES` different notices are reported in a session.
         """
         for notice in notices:
-            if notice not in self._noticed and len(self._noticed) < _MOST_NOTICES:
+            if notice not in self._noticed and len(self._noticed) < _MAX_NOTICES:
                 self._noticed.add(notice)
                 self._statistics.warned("agent", notice)
 
@@ -333,13 +333,13 @@ class EvalEpisode:
         self.answers.append(response.token_ids)
         self.versions += response.versions
 
-    def end_as(self, reason: str, left: Sequence[int]) -> None:
+    def end_as(self, reason: str, abandoned: Sequence[int]) -> None:
         """Record the reason why this episode ended, and mark the turns numbered in `left` as never
         received by the agent program."""
         self.end = FinishReason(reason)
-        for number in left:
+        for number in abandoned:
             turn = self.turns[number]
-            self.turns[number] = replace(turn, answer={**(turn.answer or {}), LEFT: True})
+            self.turns[number] = replace(turn, answer={**(turn.answer or {}), ABANDONED: True})
 
 
 async def play(
@@ -394,7 +394,7 @@ async def play(
                 turn, end=response.end, reward=stepped.reward, answer=stepped.answer, state=None
             )
             if stepped.ended is not None:
-                played.end_as(stepped.ended, stepped.left)
+                played.end_as(stepped.ended, stepped.abandoned)
                 return played
             assert stepped.token_ids is not None
             parent = stepped.parent

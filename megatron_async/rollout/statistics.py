@@ -27,7 +27,7 @@ from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.sample_lag import SamplesTrained
 from megatron_async.trajectory.types import DropReason
 
-_LEAST_GENERATING_SECONDS = 0.5
+_MIN_GENERATING_SECONDS = 0.5
 """Shortest generation time over which a token rate is computed. A batch that was complete before
 the trainer asked for it has no generation time, so its tokens count toward the rate of the next
 batch."""
@@ -275,7 +275,7 @@ class RolloutStatistics:
             "rollout/scorer_seconds": scorers.seconds,
         }
         rated = self.counts.since(self._at_last_rate)
-        if rated.generating >= _LEAST_GENERATING_SECONDS:
+        if rated.generating >= _MIN_GENERATING_SECONDS:
             metrics["rollout/tokens_per_second"] = rated.tokens / rated.generating
             self._at_last_rate = self._at_last_batch
         if news.scores:

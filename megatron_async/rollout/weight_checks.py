@@ -24,7 +24,12 @@ from megatron_async.config import RunConfig
 from megatron_async.engines.interface import EngineClient, EngineError
 from megatron_async.rollout import probe
 from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
-from megatron_async.weight_sync.verify import HeldVersion, RatioCheck, agreed_checksum, disagreement
+from megatron_async.weight_sync.verify import (
+    LoadedVersion,
+    RatioCheck,
+    agreed_checksum,
+    disagreement,
+)
 
 T = TypeVar("T")
 
@@ -58,7 +63,7 @@ class WeightChecks:
         self._config = config
         self._prompts = prompts
         self._agreed: tuple[PolicyVersion, str] | None = None
-        self._undecided: list[HeldVersion] = []  # engines whose checksums are equally common
+        self._undecided: list[LoadedVersion] = []  # engines whose checksums are equally common
         self._rule = RatioCheck(
             tolerance=config.weights.probe_tolerance, temperature=config.sampling.temperature
         )
@@ -79,9 +84,9 @@ class WeightChecks:
         `check_ratios` decides.
         """
 
-        async def ask(engine: EngineClient) -> HeldVersion:
+        async def ask(engine: EngineClient) -> LoadedVersion:
             checksum = await engine.checksum()
-            return HeldVersion(engine.engine_id, await engine.version(), checksum)
+            return LoadedVersion(engine.engine_id, await engine.version(), checksum)
 
         found, failed = await _ask_all(engines, ask)
         reports = [report for _, report in found]

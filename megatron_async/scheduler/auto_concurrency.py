@@ -50,7 +50,7 @@ WINDOW_BATCHES = (3, 6)
 """Smallest number of batches in a window, in the first round and later."""
 COARSE, FINE = 1.0, 0.5
 """Steps of N' in trials, as powers of two."""
-LEAST_STEP = 1.05
+MIN_STEP = 1.05
 """Smallest factor between N' and a trial; a trial that limits bring closer than this is skipped."""
 REST_WINDOWS = 6
 """Number of windows at the best N' between two rounds of trials."""
@@ -256,7 +256,7 @@ def _trial(state: AutoConcurrency) -> AutoConcurrency:
     while state.refused < 2:
         wanted = _reachable(state, state.best * 2.0**state.step)
         factor = wanted / state.best
-        if factor >= LEAST_STEP or factor <= 1 / LEAST_STEP:
+        if factor >= MIN_STEP or factor <= 1 / MIN_STEP:
             return _at(state, wanted)
         state = _refuse(state)
     ceiling = None if state.ceiling is None else state.ceiling * CEILING_GROWTH

@@ -53,10 +53,10 @@ _SEGMENTS = 4
 FORMAT = "megatron_async.schedule"
 FORMAT_VERSION = 11
 """Raised when a message or the schedule in the header changes; other versions are refused."""
-# A run keeps the recorded events of its last `KEPT_STEPS` steps, in at most `MOST_BYTES` bytes; the
+# A run keeps the recorded events of its last `KEPT_STEPS` steps, in at most `MAX_BYTES` bytes; the
 # oldest are removed first. Fifty steps show what led to a state.
 KEPT_STEPS = 50
-MOST_BYTES = 512 << 20
+MAX_BYTES = 512 << 20
 
 
 class Raised(ev.Message, frozen=True):
@@ -304,7 +304,7 @@ def new_record(
         directory,
         version.lineage,
         keep_steps=KEPT_STEPS,
-        most_bytes=MOST_BYTES,
+        most_bytes=MAX_BYTES,
     )
     return Recorder(
         files, config.resolved_schedule, first_step=version.number, version=version, clock=clock

@@ -14,7 +14,7 @@ Invariants
 import json
 from typing import Any, Final
 
-LARGEST_REPLY_BYTES: Final = 1 << 16
+MAX_REPLY_BYTES: Final = 1 << 16
 """Maximum size of a reply packet."""
 START_ID: Final = "start"
 """The `id` of the scorer's first packet, which reports that it is ready or refuses its settings."""
@@ -48,13 +48,13 @@ def reply_packet(name: str, content: dict[str, Any]) -> bytes:
     """Encode the reply to the request with the `id` `name` as one JSON packet.
 
     Raises:
-        ValueError: If the packet is larger than `LARGEST_REPLY_BYTES` or contains NaN or infinity.
+        ValueError: If the packet is larger than `MAX_REPLY_BYTES` or contains NaN or infinity.
     """
     body = json.dumps({"id": name, **content}, allow_nan=False).encode()
-    if len(body) > LARGEST_REPLY_BYTES:
+    if len(body) > MAX_REPLY_BYTES:
         raise ValueError(
             f"the score and its components take {len(body)} bytes of JSON; a reply holds at most "
-            f"{LARGEST_REPLY_BYTES}. Return fewer components."
+            f"{MAX_REPLY_BYTES}. Return fewer components."
         )
     return body
 

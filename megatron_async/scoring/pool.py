@@ -43,7 +43,7 @@ from megatron_async.trajectory.types import Prompt
 _SLACK_SECONDS: Final = 30.0
 _RETRY_SECONDS: Final = 0.2
 _BATCH_SECONDS: Final = 0.05
-_LARGEST_BATCH: Final = 256
+_MAX_BATCH: Final = 256
 
 
 class Worker(Protocol):
@@ -225,7 +225,7 @@ class ScorerPool:
         A worker gets at most an equal share of the queue, and jobs for `_BATCH_SECONDS`.
         """
         seconds = self.size.seconds
-        most = int(min(_BATCH_SECONDS / seconds, _LARGEST_BATCH)) if seconds else 1
+        most = int(min(_BATCH_SECONDS / seconds, _MAX_BATCH)) if seconds else 1
         return max(1, min(most, len(self._queue) // len(self.workers)))
 
     async def _run(

@@ -36,7 +36,7 @@ from megatron_async.process_backends.child_process import ChildProcess, module_c
 from megatron_async.scoring.frames import (
     ASYNC,
     END_ID,
-    LARGEST_REPLY_BYTES,
+    MAX_REPLY_BYTES,
     START_ID,
     parse_reply,
     request_frame,
@@ -302,7 +302,7 @@ class ScorerProcess:
             ScorerCrash: If the keeper reports the end of the scorer process, or the socket closed.
         """
         packet, credentials, _, _ = self._channel.recvmsg(
-            LARGEST_REPLY_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size), socket.MSG_DONTWAIT
+            MAX_REPLY_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size), socket.MSG_DONTWAIT
         )
         # Even an empty packet has credentials. Without them all ends of the socket are closed.
         if not credentials:

@@ -53,7 +53,7 @@ from megatron_async.scoring.rewards.sample import RewardScore, Sample, Unavailab
 
 _HIGH_DESCRIPTOR = 1000
 _LOG_BYTES = 16 << 10
-_LARGEST_LOG_BYTES = 1 << 20
+_MAX_LOG_BYTES = 1 << 20
 _TAIL_BYTES = 2000
 _PIECE_BYTES = 4096  # A pipe that is ready accepts this many bytes without blocking.
 _REAP_MILLISECONDS = 1000.0
@@ -98,7 +98,7 @@ class _Replies:
                 self._log.open("a", 1 << 20, "utf-8", "backslashreplace") as file,
             ):
                 text = line + "".join(format_exception(error))
-                file.write(text[: max(0, _LARGEST_LOG_BYTES - file.tell())])
+                file.write(text[: max(0, _MAX_LOG_BYTES - file.tell())])
         kind = {"unavailable": True} if isinstance(error, Unavailable) else {}
         return {"error": what[:_ERROR_CHARACTERS], **kind}
 

@@ -307,7 +307,7 @@ def _normal_cdf(z: Array) -> Array:
 
 _SMALLEST_SAMPLE = 10
 """Minimum number of responses that ended without being cut."""
-_MOST_EXTRAPOLATED = 10.0
+_MAX_EXTRAPOLATED = 10.0
 """Largest accepted ratio of the fitted median to the longest recorded response."""
 
 
@@ -355,11 +355,11 @@ def fit_lengths(sample: Recorded) -> list[Fit]:
     start = float(np.exp(logs.mean())) / largest
     sigma, _, median = stats.lognorm.fit(data, float(logs.std()), floc=0, scale=start)
     shape, _, scale = stats.weibull_min.fit(data, 1.0, floc=0, scale=start)
-    if median > _MOST_EXTRAPOLATED:
+    if median > _MAX_EXTRAPOLATED:
         raise UserError(
             f"cannot fit lengths: {int(sample.censored.sum())} of {len(sample.lengths)} responses "
             "were cut or never ended, so that the fitted median is more than "
-            f"{_MOST_EXTRAPOLATED:g} times the longest recorded response"
+            f"{_MAX_EXTRAPOLATED:g} times the longest recorded response"
         )
     median, scale = median * largest, scale * largest
     lognormal, weibull = stats.lognorm(sigma, scale=median), stats.weibull_min(shape, scale=scale)

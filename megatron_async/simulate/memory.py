@@ -164,7 +164,7 @@ def update_bytes(shape: ModelShape, bucket_bytes: int, stages: int) -> float:
 
 
 def kv_capacity_tokens(
-    shape: ModelShape, memory: float, share: float, tensor: int, taken_by_trainer: float
+    shape: ModelShape, memory: float, share: float, tensor: int, trainer_bytes: float
 ) -> int:
     """Return the number of tokens that fit into the KV cache of one engine; 0 or less if the
     weights alone do not fit.
@@ -174,10 +174,10 @@ def kv_capacity_tokens(
         memory: Memory of a GPU in bytes.
         share: Share of that memory that weights and KV cache may take.
         tensor: Tensor-parallel size of the engine.
-        taken_by_trainer: Bytes of each GPU that a trainer on the same GPUs occupies; 0 if there is
+        trainer_bytes: Bytes of each GPU that a trainer on the same GPUs occupies; 0 if there is
             none.
     """
     # If there are fewer KV heads than TP ranks, each KV head is replicated.
     copies = max(1, tensor // shape.kv_heads)
-    free = tensor * (memory * share - taken_by_trainer) - BF16 * shape.parameters
+    free = tensor * (memory * share - trainer_bytes) - BF16 * shape.parameters
     return int(free // (shape.kv_bytes_per_token * copies))

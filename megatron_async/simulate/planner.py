@@ -61,9 +61,9 @@ is only one split of the GPUs."""
 _TIE = 0.02
 """Plans whose speed is within this share of the best speed count as equally fast, because the
 simulated step time varies by about as much."""
-_MOST_LARGER = 16
+_MAX_LARGER = 16
 """Largest multiple of the requested number of GPUs that is tried if no plan fits."""
-_MOST_REMEDIES = 3
+_MAX_REMEDIES = 3
 """Maximum number of remedies that the error message names."""
 KV_FILL = 0.92
 """Share of the KV cache that N' requests in flight may fill on average."""
@@ -214,10 +214,10 @@ def make_plan(settings: Mapping[str, Any], top: int, presets: Sequence[str] = ()
 
 def _larger(settings: dict[str, Any], variants: Sequence[Sequence[str]], gpus: int) -> str:
     """Return the smallest larger number of GPUs with a plan that fits and that a run accepts, as
-    text: a setting and the estimated step time; empty if up to `_MOST_LARGER` times as many GPUs do
+    text: a setting and the estimated step time; empty if up to `_MAX_LARGER` times as many GPUs do
     not suffice."""
     step = min(gpus, _unplaced(settings).simulate.gpus_per_node)
-    for count in range(gpus + step, _MOST_LARGER * gpus + 1, step):
+    for count in range(gpus + step, _MAX_LARGER * gpus + 1, step):
         found = [c for variant in variants for c in _candidates(_with(settings, variant), count)]
         best = min((c for c in found if not c.refused), key=_seconds_per_token, default=None)
         if best is not None:
@@ -320,7 +320,7 @@ def _nothing_fits(settings: dict[str, Any], tried: Sequence[Sequence[str]], gpus
             remedies.append((best.refused, len(variant), _seconds_per_token(best), text))
     remedy = "choose a larger simulate.gpu.name"
     if remedies:
-        nearest = [text for *_, text in sorted(remedies)[:_MOST_REMEDIES]]
+        nearest = [text for *_, text in sorted(remedies)[:_MAX_REMEDIES]]
         remedy = f"these settings fit: {'; or '.join(nearest)}"
     return (
         f"no plan fits: simulate.gpus is {gpus} ({config.simulate.gpu.name}); their memory is too "

@@ -28,7 +28,7 @@ from megatron_async.store.state import StoreState
 from megatron_async.store.writer import StoreWriter
 from megatron_async.trajectory.columns import LOGPROBS, TOKEN_IDS
 from megatron_async.trajectory.types import (
-    LEFT,
+    ABANDONED,
     FinishReason,
     PolicyVersion,
     RequestKey,
@@ -158,7 +158,7 @@ class EpisodeWriter:
         call: RequestKey,
         reason: FinishReason,
         outcome: TurnOutcome | None = None,
-        left: Sequence[int] = (),
+        abandoned: Sequence[int] = (),
     ) -> None:
         """Store the environment's last reply, the last turn's reward, and finish the episode.
 
@@ -166,21 +166,21 @@ class EpisodeWriter:
             call: The key that `begin_step` returned.
             reason: Why the episode ended.
             outcome: Response and reward of the newest turn; None leaves them unchanged.
-            left: Numbers of the turns whose responses did not reach the agent that ended the
-                episode. They are marked (`Turn.left`), so that they are not trained.
+            abandoned: Numbers of the turns whose responses did not reach the agent that ended the
+                episode. They are marked (`Turn.abandoned`), so that they are not trained.
 
         Raises:
             SupersededRequest: `call` is not the newest call of its trajectory.
         """
         record = running(self._state.records, call)
         self._note(record, outcome)
-        for number in left:
-            answer = {**(record.turns[number].answer or {}), LEFT: True}
+        for number in abandoned:
+            answer = {**(record.turns[number].answer or {}), ABANDONED: True}
             record.change_turn(number, answer=answer)
         with self._writer.transaction():
             self._move(record, TrajectoryState.FINISHED, finish_reason=reason.value)
             self._flush(record)
-            for number in {*left, len(record.turns) - 1} if record.turns else ():
+            for number in {*abandoned, len(record.turns) - 1} if record.turns else ():
                 self._writer.put(record.turn_row(number))
 
     @staticmethod

@@ -24,7 +24,7 @@ from megatron_async.files.mounts import file_system_of
 from megatron_async.store.lineage import Lineage
 from megatron_async.trajectory.types import TrajectoryState
 
-FORMAT = 7
+FORMAT = 8
 APPLICATION_ID = 0x4D415453  # "MATS"
 PAGE_BYTES = 8192
 EXPORT_NAME = "trajectories.jsonl"

@@ -7,7 +7,7 @@ Invariants
 - Everything that is queued between two such swaps becomes one transaction: all of it is written, in
   order, or nothing.
 - The event loop never waits for the disk, since it only appends to a list in memory. It blocks only
-  while `_MOST_PENDING_BYTES` are queued, and for `stall_seconds` at most.
+  while `_MAX_PENDING_BYTES` are queued, and for `stall_seconds` at most.
 - The first error ends the thread. The next call raises it, and so does every barrier and job that
   has not been completed. Nothing is written after it.
 - A barrier (`StoreWriter.barrier`) is done when everything queued before it is committed and, if it
@@ -34,7 +34,7 @@ from megatron_async.store.schema import ChunkRow, Kind, ProgressRow, Row, Trajec
 
 # Time that the thread waits before a commit, to gather small writes, unless a caller waits for it.
 _LINGER_SECONDS = 0.005
-_MOST_PENDING_BYTES = 64 * 1024 * 1024
+_MAX_PENDING_BYTES = 64 * 1024 * 1024
 _STALL_SECONDS = 60.0
 Job = Callable[[sqlite3.Connection], Any]
 T = TypeVar("T")
@@ -300,7 +300,7 @@ class StoreWriter:
 
     def _wait_for_space(self) -> None:
         has_space = self._changed.wait_for(
-            lambda: self._pending.size < _MOST_PENDING_BYTES or self._error is not None,
+            lambda: self._pending.size < _MAX_PENDING_BYTES or self._error is not None,
             self.stall_seconds,
         )
         self._check()

@@ -30,7 +30,7 @@ from megatron_async.tasks.base import Problem, ProblemLocation, is_heldout_key, 
 from megatron_async.tasks.index_cache import MIN_CACHED_ROWS, Index, cached_index
 from megatron_async.tasks.layouts import Columns, value_at
 from megatron_async.tasks.prompts import PromptRenderer
-from megatron_async.tasks.rows import MOST_BAD_ROWS_SHOWN, open_rows, report_bad_rows
+from megatron_async.tasks.rows import MAX_BAD_ROWS_SHOWN, open_rows, report_bad_rows
 
 # Allowance for what a chat template writes around one message; templates write less.
 _MESSAGE_BYTES = 64
@@ -102,7 +102,7 @@ class ProblemFile:
         places = [p for p, size in zip(self.places, self.sizes, strict=True) if not size]
         found = [self._rows.where(place) for place in places]
         problems = 0
-        for number, place in enumerate(places[:MOST_BAD_ROWS_SHOWN]):
+        for number, place in enumerate(places[:MAX_BAD_ROWS_SHOWN]):
             where = found[number]
             try:
                 problem = self._columns.problem(self._rows[place], where)

@@ -19,7 +19,7 @@ from megatron_async.errors import UserError, short_repr
 from megatron_async.tasks.answers import final_answer, last_boxed
 from megatron_async.tasks.base import Message, Problem, row_payload
 
-_LARGEST_PRIORITY: Final = 1_000_000
+_MAX_PRIORITY: Final = 1_000_000
 _ROLES: Final = ("system", "user", "assistant", "tool")
 _MISSING: Final = object()
 CONTENT_FIELDS: Final = (
@@ -171,10 +171,10 @@ class Columns:
             raise UserError(
                 f"{where}: `{self.priority}` must be a whole number, got {short_repr(priority)}"
             )
-        if abs(priority) > _LARGEST_PRIORITY:
+        if abs(priority) > _MAX_PRIORITY:
             raise UserError(
-                f"{where}: `{self.priority}` must be between -{_LARGEST_PRIORITY} and "
-                f"{_LARGEST_PRIORITY}, got {short_repr(priority)}"
+                f"{where}: `{self.priority}` must be between -{_MAX_PRIORITY} and "
+                f"{_MAX_PRIORITY}, got {short_repr(priority)}"
             )
         return priority
 

@@ -32,7 +32,7 @@ from megatron_async.errors import UserError, short_repr
 Row = dict[str, Any]
 """Values of a row by column name."""
 
-MOST_BAD_ROWS_SHOWN: Final = 10
+MAX_BAD_ROWS_SHOWN: Final = 10
 """Number of bad rows that a report lists; further ones are only counted."""
 _logger = logging.getLogger(__name__)
 _BATCH_ROWS: Final = 1000
@@ -126,11 +126,11 @@ def report_bad_rows(
     """
     found = f"{what}: {len(bad):,} of {of:,} rows cannot be used"
     left_out = mode == "skip" and len(bad) < of
-    listed = _by_reason(bad[:MOST_BAD_ROWS_SHOWN])
+    listed = _by_reason(bad[:MAX_BAD_ROWS_SHOWN])
     if left_out or len(listed) > 1:
         title = f"{found} and are left out (task.bad_rows)" if left_out else found
-        if len(bad) > MOST_BAD_ROWS_SHOWN:
-            listed.append(f"and {len(bad) - MOST_BAD_ROWS_SHOWN:,} more")
+        if len(bad) > MAX_BAD_ROWS_SHOWN:
+            listed.append(f"and {len(bad) - MAX_BAD_ROWS_SHOWN:,} more")
         _logger.warning("\n  ".join([f"{title}:", *listed]))
     if not left_out:
         message = f"{found}; {bad[0]}"

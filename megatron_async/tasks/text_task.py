@@ -35,9 +35,9 @@ from megatron_async.trajectory.types import IntArray, Prompt
 # Allowance for the special tokens that a tokenizer puts around a text.
 _SPECIAL_TOKENS = 8
 # Number of prompts that `check_lengths` tokenizes, so that it takes seconds.
-_MOST_TOKENIZED = 2000
+_MAX_TOKENIZED = 2000
 # Number of characters of a prompt that are shown at the start of a run.
-_MOST_SHOWN = 2000
+_MAX_SHOWN = 2000
 # Names, in transformers 4 and 5, of the class that needs only `tokenizer.json`.
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
@@ -173,7 +173,7 @@ class TextTask:
             if removed:
                 self.source.exclude(removed)
             return len(removed)
-        for _, problem in itertools.islice(suspects, _MOST_TOKENIZED):
+        for _, problem in itertools.islice(suspects, _MAX_TOKENIZED):
             tokens = len(self.prompt_ids(problem))
             if tokens > most:
                 raise UserError(
@@ -285,7 +285,7 @@ class TextTask:
 
 def shown_text(text: str) -> str:
     """Return `text` for a terminal: unprintable characters escaped, cut after 2,000 characters."""
-    most = _MOST_SHOWN
+    most = _MAX_SHOWN
     kept = text if len(text) <= most else f"{text[:most]} … {len(text) - most:,} characters more"
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in kept)
 

@@ -36,7 +36,7 @@ class HealthWatch:
     """Checks the metrics of every step and returns the warnings that set in.
 
     Attributes:
-        holding: Names of the warnings whose conditions hold now.
+        active: Names of the warnings whose conditions hold now.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class HealthWatch:
         self._learning = LearningWatch(bound, steps[-1] if steps else None)
         self._seen: dict[str, list[float]] = {metric: [] for _, metric, _ in _RULES}
         self._seen[PROBE] = [metrics[PROBE] for metrics in steps if PROBE in metrics]
-        self.holding: frozenset[str] = frozenset()
+        self.active: frozenset[str] = frozenset()
 
     def step(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         """Check the metrics of a step; return name and message of each warning that sets in with
         this step."""
         found = self._broken(metrics)
-        previous = self.holding
+        previous = self.active
         unmeasured = self._learning.unmeasured(metrics)
-        self.holding = frozenset(name for name, _ in found) | (previous & unmeasured)
+        self.active = frozenset(name for name, _ in found) | (previous & unmeasured)
         return [(name, message) for name, message in found if name not in previous]
 
     def _broken(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:

@@ -57,7 +57,7 @@ class MetricsWriter:
             **labels: Texts, which only the file gets.
         """
         for tracker in self._trackers:
-            if (news := tracker.take_news()) is not None:
+            if (news := tracker.take_problem()) is not None:
                 self.warn(step, f"tracker_{tracker.name}", news)
         lost = {
             "telemetry/tracker_calls_dropped": sum(t.dropped for t in self._trackers),

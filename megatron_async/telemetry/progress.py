@@ -31,7 +31,7 @@ Status: TypeAlias = dict[str, Any]
 _POLL_SECONDS = 0.5
 _REMEMBERED = 8
 """Number of newest steps from which the remaining time is estimated."""
-_MOST_COLUMNS = 120
+_MAX_COLUMNS = 120
 _SHOWN_WARNINGS = 3
 _ENGINES_START = "engines load the model, trainer ranks start"
 
@@ -162,7 +162,7 @@ class Progress:
         for name, text in rows:
             table.add_row(Text(name, style="dim"), Text(text))
         bar = ProgressBar(total=self._steps, completed=done)
-        width = min(_MOST_COLUMNS, self._console.width)
+        width = min(_MAX_COLUMNS, self._console.width)
         rows_of_both = Table.grid(expand=True)
         rows_of_both.add_row(bar)  # Outside a table the bar has no line break at its end.
         rows_of_both.add_row(table)

@@ -17,7 +17,7 @@ from megatron_async.telemetry.metrics import (
 _ESS = (
     "off_policy/ess"  # Raw, per token: "ESS" without qualification (docs/semantics.md section 4).
 )
-_MOST_AVERAGED = 5
+_MAX_AVERAGED = 5
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def summarize(directory: RunDirectory) -> RunSummary:
         return fmean([line[name] for line in lines], weights) if sum(weights) else 0.0
 
     rewards = [line["rollout/reward_mean"] for line in train if "rollout/reward_mean" in line]
-    end = max(1, min(_MOST_AVERAGED, len(rewards) // 2))
+    end = max(1, min(_MAX_AVERAGED, len(rewards) // 2))
     generating = total("rollout/seconds")
     training = total("time/train")
     return RunSummary(

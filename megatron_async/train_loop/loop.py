@@ -341,7 +341,7 @@ class TrainLoop:
         }
         metrics |= {**update.metrics, **self._update_seconds}
         warnings = self.health.step(metrics) + self.threshold.trained(metrics)
-        metrics |= {f"warning/{name}": 1.0 for name in self.health.holding}
+        metrics |= {f"warning/{name}": 1.0 for name in self.health.active}
         writer.write(report.step, metrics)
         for name, message in warnings:
             writer.warn(report.step, name, message)

@@ -25,7 +25,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_async.checkpoint.manifest import MOMENTUM
-from megatron_async.models.parameters import placed_parameters
+from megatron_async.models.parameters import local_parameters
 from megatron_async.models.shards import ShardLayout
 from megatron_async.trainer.policy_model import PolicyModel
 
@@ -43,7 +43,7 @@ def matrices(model: PolicyModel) -> dict[Tensor, int | None]:
         the whole weight.
     """
     found: dict[Tensor, int | None] = {}
-    for placed in placed_parameters([model], model.architecture):
+    for placed in local_parameters([model], model.architecture):
         if placed.rule.is_matrix:
             main = getattr(placed.parameter, "main_param", placed.parameter)
             cut = placed.size > 1 and placed.rule.layout is not ShardLayout.REPLICATED

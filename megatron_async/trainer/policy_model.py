@@ -27,7 +27,7 @@ from megatron_async.config.model import ModelConfig, ParallelConfig, TrainerConf
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.families import read_architecture
 from megatron_async.models.layout import check_layout
-from megatron_async.models.parameters import placed_parameters
+from megatron_async.models.parameters import local_parameters
 from megatron_async.trainer.capabilities import Backends, choose
 from megatron_async.trainer.device import current_device
 from megatron_async.trainer.experts import forget_routing
@@ -117,7 +117,7 @@ class PolicyModel(GPTModel):
         group) only if `parallel.expert` is above 1. Otherwise every tensor rank would keep only its
         own share of the gradient.
         """
-        for placed in placed_parameters([self], self.architecture):
+        for placed in local_parameters([self], self.architecture):
             if placed.rule.expert:
                 placed.parameter.allreduce = False  # type: ignore[attr-defined]
 

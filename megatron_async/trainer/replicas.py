@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron_async.checkpoint.checksum import checksum, signed
 from megatron_async.errors import ComponentFailure
-from megatron_async.models.parameters import PlacedParameter, placed_parameters
+from megatron_async.models.parameters import LocalParameter, local_parameters
 from megatron_async.models.shards import ShardLayout
 from megatron_async.trainer.optimizer import optimizer_parts
 from megatron_async.trainer.policy_model import PolicyModel
@@ -160,7 +160,7 @@ def stored_copies(model: PolicyModel, optimizer: ChainedOptimizer) -> Iterator[T
     """
     rank = dist.get_rank()
     names = {}
-    for placed in placed_parameters([model], model.architecture):
+    for placed in local_parameters([model], model.architecture):
         names[id(placed.parameter)] = _name(placed)
         values_N = placed.parameter.detach().view(-1)
         yield TensorCopy(_name(placed), rank, values_N, 0, values_N.numel())
@@ -189,7 +189,7 @@ def _main_parameters(part: Any, rank: int) -> Iterator[tuple[Tensor, Tensor, int
             yield parameter, parameter.main_param.detach().view(-1), 0, rank
 
 
-def _name(placed: PlacedParameter) -> str:
+def _name(placed: LocalParameter) -> str:
     """Return a name for a parameter, equal on exactly those ranks that must have the same
     values."""
     name = ", ".join(placed.tensor_names)

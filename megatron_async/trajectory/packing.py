@@ -20,7 +20,7 @@ import numpy as np
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.columns import NO_TOKENS, Array, joined
 from megatron_async.trajectory.types import (
-    BranchRun,
+    BranchSpan,
     FinishReason,
     Group,
     IntArray,
@@ -155,7 +155,7 @@ def number_on_lineage(
     return min(version.number, branch_points[version.lineage])
 
 
-def _trainable(trajectory: Trajectory) -> list[tuple[BranchRun, ...]]:
+def _trainable(trajectory: Trajectory) -> list[tuple[BranchSpan, ...]]:
     """Return the branches of a trajectory.
 
     Raises:
@@ -165,13 +165,13 @@ def _trainable(trajectory: Trajectory) -> list[tuple[BranchRun, ...]]:
     name = f"trajectory {trajectory.trajectory_id}"
     if trajectory.reward is None:
         raise ValueError(f"{name} is {trajectory.state} and has no reward; it cannot be batched")
-    branches = trajectory.runs()
+    branches = trajectory.spans()
     if not all(map(_opening, branches)):
         raise ValueError(f"{name} has an empty prompt; its first token would have no log-prob")
     return branches
 
 
-def _opening(runs: Sequence[BranchRun]) -> int:
+def _opening(runs: Sequence[BranchSpan]) -> int:
     """Return the number of tokens before a branch's first policy token: prompt and environment
     tokens."""
     later = enumerate(runs[1:], start=1)
@@ -180,7 +180,7 @@ def _opening(runs: Sequence[BranchRun]) -> int:
 
 
 def _returns(
-    chosen: Sequence[tuple[Trajectory, Sequence[BranchRun]]], discount: float
+    chosen: Sequence[tuple[Trajectory, Sequence[BranchSpan]]], discount: float
 ) -> tuple[list[float | None], list[np.float32]]:
     """Return the return of each sequence's first turn, and the return of the turn of each segment.
 

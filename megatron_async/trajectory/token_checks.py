@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-LARGEST_LOGPROB: Final = 1e-3
+MAX_LOGPROB: Final = 1e-3
 SMALLEST_LOGPROB: Final = -104.0
 
 
@@ -32,8 +32,8 @@ def find_invalid_token(
         wrong = lowest if lowest < 0 else highest
         return f"token {wrong} is outside the vocabulary of {vocabulary} tokens"
     # Written so that NaN, for which no comparison holds, is found too.
-    if not (logprobs_T.max() <= LARGEST_LOGPROB and logprobs_T.min() >= SMALLEST_LOGPROB):
-        possible_T = (logprobs_T <= LARGEST_LOGPROB) & (logprobs_T >= SMALLEST_LOGPROB)
+    if not (logprobs_T.max() <= MAX_LOGPROB and logprobs_T.min() >= SMALLEST_LOGPROB):
+        possible_T = (logprobs_T <= MAX_LOGPROB) & (logprobs_T >= SMALLEST_LOGPROB)
         place = int(np.argmin(possible_T))
         return f"token {int(token_ids_T[place])} has log-prob {float(logprobs_T[place]):g}"
     return None

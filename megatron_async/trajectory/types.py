@@ -30,8 +30,8 @@ from megatron_async.trajectory.columns import LOGPROBS, TOKEN_IDS, Arrays, joine
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
-LEFT: Final = "left"
-"""Key in a stored answer that makes `Turn.left` true."""
+ABANDONED: Final = "abandoned"
+"""Key in a stored answer that makes `Turn.abandoned` true."""
 CHUNK_TOKENS: Final = 64
 """Number of tokens that the store writes as one chunk.
 
@@ -185,18 +185,18 @@ class Turn:
     state: bytes | None = None
 
     @property
-    def left(self) -> bool:
+    def abandoned(self) -> bool:
         """Whether the response never reached the agent program; such a turn is not trained."""
-        return bool((self.answer or {}).get(LEFT))
+        return bool((self.answer or {}).get(ABANDONED))
 
 
 def last_of(turns: Sequence[Turn]) -> Turn:
     """Return the last turn whose response reached the agent program; the last turn if there is
     none."""
-    return next((turn for turn in reversed(turns) if not turn.left), turns[-1])
+    return next((turn for turn in reversed(turns) if not turn.abandoned), turns[-1])
 
 
-class BranchRun(NamedTuple):
+class BranchSpan(NamedTuple):
     """A segment as part of a branch.
 
     Attributes:
@@ -301,24 +301,24 @@ class Trajectory:
             answer = [s for s in mine if not s.from_environment]
         return prompt, [segment.token_ids for segment in answer]
 
-    def runs(self) -> list[tuple[BranchRun, ...]]:
+    def spans(self) -> list[tuple[BranchSpan, ...]]:
         """Return each branch as a tuple of segments, prompt first; branches are in the order of
         their writing.
 
         A trajectory without turns has one branch. Turns whose response never reached the agent
-        (`Turn.left`) and turns without policy tokens are in no branch, unless the trajectory has no
-        other turn.
+        (`Turn.abandoned`) and turns without policy tokens are in no branch, unless the trajectory
+        has no other turn.
         """
         ids = np.asarray(self.prompt.token_ids, TOKEN_IDS)
         nobody = PolicyVersion(0, 0)
         opening = Segment(ids, np.zeros(len(ids), LOGPROBS), nobody, from_environment=True)
-        before = (BranchRun(opening, False),)
+        before = (BranchSpan(opening, False),)
         if not self.turns:
-            return [(*before, *(BranchRun(s, not s.from_environment) for s in self.segments))]
+            return [(*before, *(BranchSpan(s, not s.from_environment) for s in self.segments))]
         answered = [
             turn
             for turn in self.turns
-            if not turn.left
+            if not turn.abandoned
             and not all(segment.from_environment for segment in self.segments_of(turn))
         ]
         inner = {turn.parent for turn in answered}
@@ -327,9 +327,9 @@ class Trajectory:
         for leaf in [turn for turn in answered if turn.number not in inner] or self.turns[-1:]:
             path = self.path(leaf)
             runs = (
-                BranchRun(
+                BranchSpan(
                     s,
-                    not (s.from_environment or turn.left or turn.number in seen),
+                    not (s.from_environment or turn.abandoned or turn.number in seen),
                     turn.number,
                 )
                 for turn in path
@@ -341,7 +341,7 @@ class Trajectory:
 
     def branches(self) -> tuple[Branch, ...]:
         """Return the training sequences of the trajectory, one for each branch."""
-        return tuple(map(_branch, self.runs()))
+        return tuple(map(_branch, self.spans()))
 
     def returns(self, discount: float) -> list[float]:
         """Return, for each turn, the sum of its reward and all later rewards, discounted once for
@@ -355,7 +355,7 @@ class Trajectory:
         return list(found)[::-1]
 
 
-def _branch(runs: Sequence[BranchRun]) -> Branch:
+def _branch(runs: Sequence[BranchSpan]) -> Branch:
     length_R = [len(run.segment) for run in runs]
     mask = np.repeat(np.array([run.trained for run in runs], np.int32), length_R)
     token_ids, logprobs = joined([run.segment.arrays[:2] for run in runs])

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from megatron_async.errors import ComponentFailure
 from megatron_async.runtime.time_limits import STEP_SECONDS, AwakeDeadline
 
-MOST_BYTES = 16 << 20
+MAX_BYTES = 16 << 20
 """Largest accepted size of a reply, in bytes.
 
 The largest valid reply has about 1.5 MB: checksums of 10,000 parameters, at 150 bytes each.
@@ -83,9 +83,9 @@ def call(
         connection.sock = _PatientSocket(connection.sock, timeout_seconds)
         connection.request(method, f"/{path}", body=data, headers=headers)
         with connection.getresponse() as response:
-            status, answer = response.status, response.read(MOST_BYTES + 1)
-            if len(answer) > MOST_BYTES:
-                raise http.client.HTTPException(f"the reply has more than {MOST_BYTES} bytes")
+            status, answer = response.status, response.read(MAX_BYTES + 1)
+            if len(answer) > MAX_BYTES:
+                raise http.client.HTTPException(f"the reply has more than {MAX_BYTES} bytes")
             if response.length:  # `read` with a limit does not report a truncated reply.
                 raise http.client.IncompleteRead(answer, response.length)
     except (OSError, http.client.HTTPException) as error:

@@ -117,7 +117,7 @@ class NameCheck:
 
 
 @dataclass(frozen=True)
-class HeldVersion:
+class LoadedVersion:
     """The version that an engine reports to have loaded, with the checksum of its weights."""
 
     engine_id: str
@@ -125,7 +125,7 @@ class HeldVersion:
     checksum: str
 
 
-def agreed_checksum(reports: Sequence[HeldVersion], version: PolicyVersion) -> str | None:
+def agreed_checksum(reports: Sequence[LoadedVersion], version: PolicyVersion) -> str | None:
     """Return the checksum that most engines with `version` report; None if two are equally
     common."""
     counts = Counter(held.checksum for held in reports if held.version == version).most_common(2)
@@ -134,7 +134,10 @@ def agreed_checksum(reports: Sequence[HeldVersion], version: PolicyVersion) -> s
 
 
 def disagreement(
-    held: HeldVersion, reports: Sequence[HeldVersion], version: PolicyVersion, agreed: str | None
+    held: LoadedVersion,
+    reports: Sequence[LoadedVersion],
+    version: PolicyVersion,
+    agreed: str | None,
 ) -> str | None:
     """Return why the engine of `held` does not have `version` with the `agreed` checksum; None if
     it does."""

@@ -35,7 +35,7 @@ from tests.trainer.cases import ragged_batch, settings, trainer_session, weights
 from tests.worlds import legal_layouts, world
 
 CASES_IN_CI, CASES_A_LAUNCH = 8, 8
-LARGEST_WORLD = int(os.environ.get("LAYOUT_RANKS", 4))
+MAX_WORLD = int(os.environ.get("LAYOUT_RANKS", 4))
 COUNT = int(os.environ.get("LAYOUT_CASES", CASES_IN_CI))
 # The first seed whose CASES_IN_CI cases detect everything that `defects` names.
 SEED = int(os.environ.get("LAYOUT_SEED", 52))
@@ -113,11 +113,11 @@ def random_case(seed: int, folder: Path) -> Case:
         shape["moe_intermediate_size"] = rng.choice([14, 22])
         shape["num_local_experts" if family == "mixtral" else "num_experts"] = rng.choice([4, 6])
     save_hf_model(family, model, seed, **shape)
-    layouts = legal_layouts(read_architecture(model), LARGEST_WORLD)
+    layouts = legal_layouts(read_architecture(model), MAX_WORLD)
 
     def setup() -> Setup:
         # The world size is drawn first, since four ranks have many more layouts than one rank has.
-        ranks = rng.choice([*range(1, LARGEST_WORLD + 1), LARGEST_WORLD, LARGEST_WORLD])
+        ranks = rng.choice([*range(1, MAX_WORLD + 1), MAX_WORLD, MAX_WORLD])
         chosen = rng.choice([layout for layout in layouts if layout.ranks == ranks])
         return Setup(chosen, rng.random() < 0.7, rng.choice([None, 3000]))
 
@@ -314,7 +314,7 @@ def test_checkpoint_loads_bit_equal_when_saved_at_any_other_layout(
         cases = [random_case(seed, tmp_path / "models") for seed in seeds]
         detected |= set().union(*map(defects, cases))
         greatest, *_ = run_ranks(
-            check_all, LARGEST_WORLD, cases, tmp_path, timeout_seconds=SECONDS_A_CASE * len(cases)
+            check_all, MAX_WORLD, cases, tmp_path, timeout_seconds=SECONDS_A_CASE * len(cases)
         )
         record_property(f"seeds from {begin}: greatest difference of a next loss", greatest)
     if "LAYOUT_SEED" not in os.environ:

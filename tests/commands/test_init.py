@@ -80,7 +80,7 @@ def test_project_is_refused_when_the_directory_exists(
         call("init", "--tools", "--environment", "new")
     with pytest.raises(UserError, match="contains a colon"):
         call("init", "a:b")
-    with pytest.raises(UserError, match=r"--model nowhere has no config\.json"):
+    with pytest.raises(UserError, match=r"--model is nowhere, which has no config\.json"):
         call("init", "new", "--model", "nowhere")
     assert [path.name for path in Path().iterdir()] == ["mine"], "nothing is half written"
 

@@ -24,7 +24,7 @@ from megatron_async.store import export as store_export
 from megatron_async.store.reader import StoreReader, TrajectorySummary
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import (
-    LEFT,
+    ABANDONED,
     DropReason,
     PolicyVersion,
 )
@@ -191,7 +191,7 @@ def test_an_episode_is_a_conversation_with_authors_versions_and_masks(tmp_path: 
     with closing(StoreReader(tmp_path / STORE)) as reader:
         found = reader.trajectory(0)
         shown = view.details(found, lambda ids: "|".join(map(str, ids)))
-    turns = (found.turns[0], replace(found.turns[1], answer={LEFT: True}), found.turns[2])
+    turns = (found.turns[0], replace(found.turns[1], answer={ABANDONED: True}), found.turns[2])
     left = printed(view.details(replace(found, turns=turns), str))
     assert left.count("mask 1") == 2, "a turn that is left is not trained"
     text = " ".join(printed(shown).split())

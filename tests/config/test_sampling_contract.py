@@ -12,7 +12,7 @@ import pytest
 from megatron_async.config import build_config
 from megatron_async.config.sampling_contract import (
     _REFUSED,
-    LEAST_TEMPERATURE,
+    MIN_TEMPERATURE,
     without_breaking_variables,
 )
 from megatron_async.errors import UserError
@@ -120,7 +120,7 @@ def test_the_least_temperature_is_one_at_which_sglang_samples() -> None:
     [threshold] = re.findall(
         r"^_SAMPLING_EPS = (.+)$", source_of("sampling/sampling_params.py"), re.M
     )
-    assert float(threshold) < LEAST_TEMPERATURE
+    assert float(threshold) < MIN_TEMPERATURE
 
 
 def test_refused_arguments_exist_and_no_other_argument_is_the_beginning_of_one() -> None:

@@ -53,7 +53,7 @@ LONGER = 3.0
 # What an update may take: less than a trainer pauses "for long".
 _UPDATE_SECONDS = 20.0
 _HEAL_SECONDS = 3.0
-_LARGEST_JUMP_SECONDS = 3600.0
+_MAX_JUMP_SECONDS = 3600.0
 _SECOND_RUN_SECONDS = 120.0
 _USER_ERROR = 2
 
@@ -134,7 +134,7 @@ class Program:
                 run.pause("manager", seconds, fault.kind)
             case "clock jumps ahead" | "clock jumps back":
                 run.note(fault.kind)
-                ahead = min(fault.seconds, _LARGEST_JUMP_SECONDS)
+                ahead = min(fault.seconds, _MAX_JUMP_SECONDS)
                 self._edges.jump(ahead if fault.kind == "clock jumps ahead" else -ahead)
             case "second run":
                 run.note(fault.kind)

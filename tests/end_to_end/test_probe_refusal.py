@@ -16,7 +16,7 @@ def test_a_tolerance_that_takes_float32_is_refused_for_engines_in_bfloat16() -> 
     check_probe_tolerance(load_config(quickstart, [exact, "engines.device=cpu"]))
     in_float32 = ["engines.device=cuda", "engines.dtype=float32"]
     check_probe_tolerance(load_config(quickstart, [exact, *in_float32]))
-    refusal = r"weights\.probe_tolerance is 0\.0001.* engines\.dtype auto is bfloat16"
+    refusal = r"weights\.probe_tolerance is 0\.0001.* engines\.dtype auto means bfloat16"
     with pytest.raises(UserError, match=refusal):
         check_probe_tolerance(load_config(quickstart, [exact, "engines.device=cuda"]))
     for other in ([], ["weights.probe_tolerance=0.05"]):

@@ -13,14 +13,14 @@ import pytest
 from megatron_async.engines.interface import EngineStatus, GenerationRequest, TokenChunk
 from megatron_async.engines.sglang.stream import BadReport, StreamDecoder
 from megatron_async.engines.stream_validation import (
-    LARGEST_USAGE,
+    MAX_USAGE,
     StreamValidator,
     count_of,
     load_of,
 )
-from megatron_async.trajectory.token_checks import LARGEST_LOGPROB, SMALLEST_LOGPROB
+from megatron_async.trajectory.token_checks import MAX_LOGPROB, SMALLEST_LOGPROB
 from megatron_async.trajectory.types import PolicyVersion
-from megatron_async.weight_sync.http import MOST_BYTES, json_object
+from megatron_async.weight_sync.http import MAX_BYTES, json_object
 from tests.engine import make_request
 
 VOCABULARY, STOP = 50, 2
@@ -231,9 +231,9 @@ def test_the_table_of_what_may_come_is_what_is_checked() -> None:
     table = documented()
     assert table.keys() == BAD.keys() | MALFORMED.keys() | OF_CALLS | {"load report"}
     for row, bounds in {
-        "log-prob": (SMALLEST_LOGPROB, LARGEST_LOGPROB),
-        "load report": (LARGEST_USAGE,),
-        "size of a reply": (MOST_BYTES >> 20,),
+        "log-prob": (SMALLEST_LOGPROB, MAX_LOGPROB),
+        "load report": (MAX_USAGE,),
+        "size of a reply": (MAX_BYTES >> 20,),
     }.items():
         numbers = re.findall(r"-?\d[\d,.]*\d|\d", table[row])
         assert {f"{bound:,g}" for bound in bounds} <= set(numbers), row

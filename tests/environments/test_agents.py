@@ -219,7 +219,7 @@ async def test_agent_call_forks_when_it_repeats_only_part_of_a_streamed_response
     assert [turn.parent for turn in played.turns] == [None, None]
     assert played.counts["forks_answer"] == 1
     assert played.text(1).startswith("ask?\nm<eos>\non\n")
-    assert played.ended.left == ()
+    assert played.ended.abandoned == ()
 
 
 async def test_agent_gets_tool_calls_and_the_policy_gets_their_results(
@@ -419,7 +419,7 @@ async def test_agent_gets_the_stored_responses_when_its_program_runs_again(
     assert played.ended is not None and played.ended.reward == 1.0
     assert [turn.parent for turn in played.turns] == [None, 0, 1, 2]
     assert played.counts["turns_replayed"] == 2
-    assert played.ended.left == ()
+    assert played.ended.abandoned == ()
     texts = [turn.answer["text"] for turn in played.turns if turn.answer]
     assert texts == ["first 0", "first 1", "second 2", "second 3"]
     tokens = played.turns[3].answer and played.turns[3].answer["tokens"]
@@ -481,7 +481,7 @@ async def test_gateway_command_answers_each_call_separately(model: str) -> None:
     for reply in replies:
         assert reply.usage is not None and reply.usage.completion_tokens <= 8
         assert reply.choices[0].logprobs is not None
-    with pytest.raises(BadRequestError, match="refuses a prompt of 2") as refused:
+    with pytest.raises(BadRequestError, match="refused the prompt of 2") as refused:
         await ask(model="policy", messages=[{"role": "user", "content": "x" * 200}])
     assert refused.value.code == "context_length_exceeded", "as in a run"
     await gateway.close()

@@ -17,7 +17,7 @@ from megatron_async.environments.environment_runner import (
     Threads,
     environment_builder,
 )
-from megatron_async.environments.interface import LARGEST_OBSERVATION, EnvironmentFault
+from megatron_async.environments.interface import MAX_OBSERVATION, EnvironmentFault
 from megatron_async.environments.tools import CallReader, described
 from megatron_async.errors import UserError
 
@@ -235,7 +235,7 @@ def test_policy_reads_an_error_when_a_tool_result_is_too_long(threads: Threads) 
     def call(count: int) -> str:
         return qwen_call(f'{{"name": "fill", "arguments": {{"count": {count}}}}}')
 
-    long, short = calls_of(threads, Long, call(LARGEST_OBSERVATION) + call(3)).messages
+    long, short = calls_of(threads, Long, call(MAX_OBSERVATION) + call(3)).messages
     assert long["content"] == (
         "Error: the result has 1,048,576 characters; at most 262,144 are shown"
     )

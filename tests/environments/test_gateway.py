@@ -16,7 +16,7 @@ from megatron_async.config.rollout import SamplingConfig
 from megatron_async.environments import gateway as gateway_module
 from megatron_async.environments.calls import Call
 from megatron_async.environments.chat import ChatAnswer, ChatCall
-from megatron_async.environments.gateway import LARGEST_BODY, Gateway
+from megatron_async.environments.gateway import MAX_BODY, Gateway
 
 SECONDS = 60
 BODY = {"messages": [{"role": "user", "content": "hello"}]}
@@ -99,7 +99,7 @@ async def test_gateway_refuses_a_body_of_100_mb(announced: bool) -> None:
     with suppress(aiohttp.ClientConnectionError):
         data = bytes(100 << 20) if announced else parts()
         status, reply = await ask(url, key, json=None, data=data)
-        assert status == 413 and f"{LARGEST_BODY:,}" in reply["error"]["message"]
+        assert status == 413 and f"{MAX_BODY:,}" in reply["error"]["message"]
     await assert_serves(url, key)
     await gateway.close()
 
@@ -270,7 +270,7 @@ async def test_gateway_sends_no_100_continue_when_the_headers_are_refused() -> N
     url, key = await gateway.start(), gateway.open(handler)
     refused = {
         b" 401 ": ask_with_expect(url, "sk-"),
-        b" 413 ": ask_with_expect(url, key, length=LARGEST_BODY + 1),
+        b" 413 ": ask_with_expect(url, key, length=MAX_BODY + 1),
     }
     for status, asked in refused.items():
         first, _ = await asked

@@ -16,7 +16,7 @@ from tests.process_backends.subject import Subject
 from tests.process_backends.test_contract import LIMIT
 
 CALLS = 3000
-MOST_BYTES_A_CALL = 1024
+MAX_BYTES_A_CALL = 1024
 
 
 async def call(remote: RemoteObject, times: int) -> None:
@@ -41,4 +41,4 @@ def test_gcs_server_memory_does_not_grow_with_calls(tmp_path: Path) -> None:
         server = next(child for child in children if child.name() == "gcs_server")
         before = own_bytes(server)
         asyncio.run(call(remote, CALLS))
-        assert (own_bytes(server) - before) / CALLS < MOST_BYTES_A_CALL
+        assert (own_bytes(server) - before) / CALLS < MAX_BYTES_A_CALL

@@ -150,5 +150,5 @@ def test_trace_of_a_simulated_run_is_valid(tmp_path: Path) -> None:
 
 def test_make_trace_names_the_setting_when_events_were_not_recorded(tmp_path: Path) -> None:
     directory = RunDirectory.create(build_config({"name": "a", "root": str(tmp_path)}))
-    with pytest.raises(UserError, match=r"needs telemetry\.record_events true"):
+    with pytest.raises(UserError, match=r"requires telemetry\.record_events true"):
         make_trace(directory)

@@ -183,7 +183,7 @@ def own_tokens(episode: Trajectory, *, include_abandoned: bool) -> Iterator[tupl
         for segment in episode.segments_of(turn):
             pairs = zip(segment.token_ids.tolist(), segment.logprobs.tolist(), strict=True)
             for token, logprob in pairs:
-                if not segment.from_environment and (include_abandoned or not turn.left):
+                if not segment.from_environment and (include_abandoned or not turn.abandoned):
                     yield before, (token, logprob, segment.version)
                 before = after(before, token)
         ends[turn.number] = before

@@ -437,7 +437,7 @@ async def test_episode_restarts_when_its_environment_cannot_be_restored(
 
 VILLAIN = Path(__file__).parents[1] / "environments" / "villain.py"
 COSTS = {"exit", "hang", "hang_async", "raise", "memory"}
-MOST_STEPS = 40
+MAX_STEPS = 40
 
 
 def ends_by_kind(one: Run) -> dict[str, set[str]]:
@@ -474,7 +474,7 @@ async def test_run_continues_when_environments_exit_hang_raise_and_use_memory(
         one = Run(tmp_path, config, backend=backend)  # type: ignore[arg-type]
         await one.begin(ResumePoint(0))
         statistics = one.manager._driver.statistics
-        for step in range(MOST_STEPS):
+        for step in range(MAX_STEPS):
             await one.train(range(step, step + 1))
             ends = ends_by_kind(one)
             failed = {kind for kind, states in ends.items() if "environment" in states}

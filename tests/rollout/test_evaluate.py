@@ -234,7 +234,7 @@ def test_turn_is_left_out_of_an_evaluation_when_the_agent_never_got_it() -> None
         play(Abandons(), 0, {}, wanted, "e", engines, EpisodeConfig(), None)  # type: ignore[arg-type]
     )
     assert found is not None
-    assert [turn.left for turn in found.turns] == [False, True]
+    assert [turn.abandoned for turn in found.turns] == [False, True]
     assert found.token_ids == [7, 7], "another response was scored"
     assert [m["content"] for m in conversation_of(found.turns)] == ["a", "0"]
 

@@ -4,7 +4,7 @@ A manager and a sender of weights use engines behind SGLang's endpoints. Each me
 may have one field changed at random: tokens, loads, versions, limits, checksums, and the replies to
 aborts, pauses and updates. A longer test, to be run by hand:
 
-    MEGATRON_ASYNC_DOOR_FUZZ=10000 pytest --timeout 0 tests/rollout/test_stream_validation_fuzz.py
+    MEGATRON_ASYNC_STREAM_FUZZ=10000 pytest --timeout 0 tests/rollout/test_stream_validation_fuzz.py
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tests.rollout.test_manager import Trainer
 
 # `copris` aborts requests at a boundary; `pipeline` pauses engines for an update.
 PRESETS = ("copris", "pipeline")
-MUTATIONS = int(os.environ.get("MEGATRON_ASYNC_DOOR_FUZZ", "200")) // len(PRESETS)
+MUTATIONS = int(os.environ.get("MEGATRON_ASYNC_STREAM_FUZZ", "200")) // len(PRESETS)
 SHARE, SHARE_OF_NEW = 0.02, 0.3
 NAMES = ["embed.weight", "head.weight"]
 MODEL = SimulatedEngineModel(mean_length=24, step_seconds=0.0005, stream_interval=4, vocab_size=128)

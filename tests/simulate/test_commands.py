@@ -44,7 +44,12 @@ def call(*arguments: object) -> str:
 
 def test_simulate_prints_results_and_assumptions(config_file: Path) -> None:
     output = call("simulate", "--config", config_file, "--set", "simulate.steps=8", "--wide")
-    for words in ("tokens/s", "trainer idle", "recomputed", "All others: --assumptions"):
+    for words in (
+        "tokens/s",
+        "trainer idle",
+        "recomputed",
+        "To print all assumptions: --assumptions",
+    ):
         assert words in output
     assumed = output.split("these three change the results most:\n")[1]
     assert assumed.count("- ") == 3 and "simulate.efficiency.links" not in output
@@ -102,7 +107,7 @@ def test_simulate_prints_other_presets_when_one_fails(
     result = CliRunner().invoke(app, command, env={"COLUMNS": "80"})
     assert isinstance(result.exception, UserError)
     assert str(result.exception) == (
-        "schedule.preset=copris: simulate.steps is too few (1 of 2 points are above)"
+        "schedule.preset=copris: simulate.steps is too few (results of 1 of 2 points are printed above)"
     )
     assert "sync" in result.output and "x first" in result.output
 
@@ -180,7 +185,10 @@ def test_replay_shows_the_exception_at_its_event(
     path.write_text("\n".join([*lines[: index + 1], line]) + "\n")
     output = call("replay", tmp_path)
     assert f"{index:>9}  {event}: the scheduler raised {error}" in output
-    assert f"event {index} ({event}) makes it raise\nTraceback" in output and "in step" in output
+    assert (
+        f"event {index} ({event}) makes the scheduler raise\nTraceback" in output
+        and "in step" in output
+    )
     assert f"same actions for {index + 1} events, 1 of which raised then too" in output
 
 
@@ -188,5 +196,5 @@ def test_replay_names_the_setting_or_lineage_when_nothing_is_recorded(tmp_path: 
     with pytest.raises(UserError, match="record_events"):
         call("replay", tmp_path)
     recorded(tmp_path)
-    with pytest.raises(UserError, match="--lineage 3"):
+    with pytest.raises(UserError, match="--lineage is 3"):
         call("replay", tmp_path, "--lineage", 3)

@@ -184,7 +184,7 @@ def test_read_lengths_keeps_only_lengths_in_memory(tmp_path: Path) -> None:
 def test_fit_lengths_command_prints_settings_that_simulate_accepts(export: Path) -> None:
     result = CliRunner().invoke(app, ["fit-lengths", str(export)])
     assert result.exit_code == 0, result.output
-    assert "31 responses of 10 to 77 tokens; 11 would have been longer" in result.output
+    assert "31 responses of 10 to 77 tokens; 11 of them would have been longer" in result.output
     assert "lognormal: median " in result.output
     assert "weibull: scale " in result.output
     printed = result.output.splitlines()[-1].replace("--set ", "").split()
@@ -197,7 +197,7 @@ def test_fit_lengths_command_cuts_bare_numbers_at_the_option(tmp_path: Path) -> 
     file = tmp_path / "lengths.json"
     file.write_text(json.dumps([*range(10, 50), 60, 60, 70]))
     result = CliRunner().invoke(app, ["fit-lengths", str(file), "--cut", "60"])
-    assert "43 responses of 10 to 60 tokens; 3 would have been longer" in result.output
+    assert "43 responses of 10 to 60 tokens; 3 of them would have been longer" in result.output
 
 
 def test_read_recorded_reads_the_store_when_nothing_was_exported(tmp_path: Path) -> None:

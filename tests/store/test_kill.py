@@ -25,7 +25,7 @@ from megatron_async.trajectory.types import TrajectoryState
 from tests.store.writer_process import CHUNK, Manager, length_of, newest_manifest
 from tests.trajectory.builders import STORE, expected, response
 
-MOST_AT_ONCE = 16  # Largest number of tokens of one append.
+MAX_AT_ONCE = 16  # Largest number of tokens of one append.
 
 
 @dataclass
@@ -110,7 +110,7 @@ def test_kills_lose_no_finished_trajectory_and_at_most_one_chunk(
             found = reader.trajectory(trajectory_id)
             got = response(found)
             assert got == expected(trajectory_id, len(got))
-            assert len(got) > count - CHUNK - MOST_AT_ONCE
+            assert len(got) > count - CHUNK - MAX_AT_ONCE
             if trajectory_id in printed.finished:
                 assert len(got) == length_of(trajectory_id)
                 done = (TrajectoryState.FINISHED, TrajectoryState.SCORED, TrajectoryState.BATCHED)

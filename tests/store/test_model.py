@@ -48,7 +48,7 @@ CHUNK = 8
 STARTED = (S.RUNNING, S.PARTIAL, S.FINISHED, S.SCORED)
 DROPPABLE = (S.PENDING, S.RUNNING, S.PARTIAL, S.SCORED)
 # Largest number of unfinished groups; with few groups, each takes part in many actions.
-MOST_GROUPS = 6
+MAX_GROUPS = 6
 
 
 @dataclass
@@ -110,7 +110,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.acts += 1  # Varies the seed, as hypothesis tends to choose the same few seeds.
         rng = random.Random(seed * 1009 + self.acts)
         can: dict[Callable[[random.Random], None], float] = {
-            self.add_group: 3 * (len(self.unfinished()) < MOST_GROUPS),
+            self.add_group: 3 * (len(self.unfinished()) < MAX_GROUPS),
             self.run: 6 * bool(self.in_states(S.PENDING, S.PARTIAL)),
             self.append: 8 * bool(self.in_states(S.RUNNING)),
             self.late_write: 2 * bool(self.requests),

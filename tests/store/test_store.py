@@ -365,7 +365,7 @@ async def test_store_of_another_format_is_refused_naming_both_formats(
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(f"PRAGMA user_version = {version}")
     before = content(path)
-    sentence = rf"has format {version}; this version of megatron_async reads format 7\. Con"
+    sentence = rf"has format {version}; this version of megatron_async reads format 8\. Con"
     with pytest.raises(UserError, match=sentence):
         open_(path)
     assert content(path) == before

@@ -145,11 +145,11 @@ def test_health_watch_emits_each_warning_once_while_it_holds() -> None:
     watch = HealthWatch()
     alike = {"reward__max": 1.0, "reward__min": 1.0}
     assert names(watch, **alike) == ["equal_rewards"]
-    assert watch.holding == {"equal_rewards"}
+    assert watch.active == {"equal_rewards"}
     assert names(watch, **alike) == []
-    assert watch.step({}) == [] and watch.holding == {"equal_rewards"}, "a step without metrics"
+    assert watch.step({}) == [] and watch.active == {"equal_rewards"}, "a step without metrics"
     assert names(watch, **alike) == []
-    assert names(watch) == [] and not watch.holding
+    assert names(watch) == [] and not watch.active
     assert names(watch, **alike) == ["equal_rewards"]
 
 

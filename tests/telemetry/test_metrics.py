@@ -188,7 +188,7 @@ def test_engine_drift_is_emitted_once_while_it_lasts() -> None:
     named = [(step, name) for step, warnings in enumerate(found) for name, _ in warnings]
     assert [name for _, name in named] == ["engine_drift"]
     assert 10 <= named[0][0] < 30
-    assert "engine_drift" in watch.holding
+    assert "engine_drift" in watch.active
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -109,10 +109,10 @@ def test_failing_tracker_is_named_and_no_longer_called_after_ten_failures(tmp_pa
     for step in range(30):
         tracker.call("metrics", step, {})
     assert tracker.close(60)
-    news = tracker.take_news()
+    news = tracker.take_problem()
     assert (broken.calls, tracker.failed) == (10, 10) and tracker.dropped == 21
     assert news is not None and "has failed 10 times in a row and is no longer called" in news
-    assert tracker.take_news() is None
+    assert tracker.take_problem() is None
 
 
 def test_trackers_first_failure_names_file_and_line(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_trackers_first_failure_names_file_and_line(tmp_path: Path) -> None:
     )
     (tracker,) = start_trackers(settings(f"{tmp_path}/own.py:Noting"), run_of(tmp_path))
     assert tracker.close(60)
-    news = tracker.take_news()
+    news = tracker.take_problem()
     assert news is not None and f"ZeroDivisionError: division by zero at {tmp_path}/own.py:" in news
 
 
@@ -269,7 +269,7 @@ def test_wandb_tracker_continues_one_offline_run_after_a_restore(
         (tracker,) = start_trackers(settings("wandb"), run_of(tmp_path, lineage))
         everything(tracker, tmp_path, 3)
         assert tracker.close(300)
-        assert (tracker.failed, tracker.dropped, tracker.take_news()) == (0, 0, None)
+        assert (tracker.failed, tracker.dropped, tracker.take_problem()) == (0, 0, None)
     runs = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert len({run.name.rpartition("-")[2] for run in runs}) == 1, "both are one W&B run"
     for run in runs:
@@ -295,7 +295,7 @@ def test_mlflow_tracker_continues_one_run_in_files_after_a_restore(
         (tracker,) = start_trackers(settings(setting), run_of(tmp_path, lineage))
         everything(tracker, tmp_path, 3 + lineage)
         assert tracker.close(300)
-        assert (tracker.failed, tracker.dropped, tracker.take_news()) == (0, 0, None)
+        assert (tracker.failed, tracker.dropped, tracker.take_problem()) == (0, 0, None)
     client = mlflow.MlflowClient(tracking_uri=uri)
     (run,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
     history = client.get_metric_history(run.info.run_id, "eval/aime/pass_at_4")

@@ -356,7 +356,7 @@ def _train(config: Any, attention_backend: str, recompute: Any) -> dict[str, Ten
     """
     from megatron_async.algorithms.algorithm import build_sft_algorithm
     from megatron_async.algorithms.device_batch import DeviceBatch
-    from megatron_async.models.parameters import placed_parameters
+    from megatron_async.models.parameters import local_parameters
     from megatron_async.trainer.forward import PolicyRunner
     from megatron_async.trainer.optimizer import wrap_data_parallel
     from megatron_async.trainer.parallel import rank_layout
@@ -375,7 +375,7 @@ def _train(config: Any, attention_backend: str, recompute: Any) -> dict[str, Ten
     result = runner.gradients(batch, sft, denominators, entropy=False)
     reduced = {
         " ".join(placed.tensor_names): placed.parameter.main_grad.clone()
-        for placed in placed_parameters([model], model.architecture)
+        for placed in local_parameters([model], model.architecture)
     }
     return {"log-probs": result.logprobs_T, **reduced}
 

@@ -42,7 +42,7 @@ _CLASSES = {
     "mixtral": ("mixtral", "MixtralConfig", "MixtralForCausalLM"),
     "qwen3_moe": ("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
 }
-_MOST_LAYERS, _KV_HEADS = 4, (1, 2, 4, 8)
+_MAX_LAYERS, _KV_HEADS = 4, (1, 2, 4, 8)
 # Two router logits that are closer than this may be ranked differently in float32.
 _ROUTER_MARGIN = 1e-4
 
@@ -115,7 +115,7 @@ def _layouts(ranks: int, *, experts: bool) -> list[ParallelConfig]:
         parallel
         for parallel in legal_layouts(willing, ranks)
         if parallel.ranks == ranks
-        and parallel.pipeline <= _MOST_LAYERS
+        and parallel.pipeline <= _MAX_LAYERS
         and max(_KV_HEADS) % parallel.tensor == 0
     ]
 
@@ -168,7 +168,7 @@ def _draw_model(rng: random.Random, family: str) -> dict[str, Any]:
         # Some families want a multiple of the heads.
         "hidden_size": heads * (-(-12 // heads) + rng.randint(0, 2)),
         "intermediate_size": rng.randrange(16, 65),
-        "num_hidden_layers": rng.randint(1, _MOST_LAYERS),
+        "num_hidden_layers": rng.randint(1, _MAX_LAYERS),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "max_position_embeddings": 256,

@@ -16,7 +16,7 @@ import pytest
 
 LENGTHS = 12
 # Lengths after which nothing new is compiled, and graphs of one function: half of torch's limit.
-SETTLED, MOST_GRAPHS = 2, 4
+SETTLED, MAX_GRAPHS = 2, 4
 
 
 @pytest.mark.slow
@@ -35,4 +35,4 @@ def test_twelve_lengths_are_compiled_as_two(case: str) -> None:
     assert len(graphs) == LENGTHS
     assert any("swiglu" in name for name in graphs[0]), "it compiles nothing, so nothing is shown"
     assert graphs[-1] == graphs[SETTLED - 1]
-    assert max(graphs[-1].values()) <= MOST_GRAPHS, graphs[-1]
+    assert max(graphs[-1].values()) <= MAX_GRAPHS, graphs[-1]

@@ -92,7 +92,7 @@ def test_branch_is_a_path_of_turns_whose_parents_are_earlier(
     tree: list[tuple[int, int, int]],
 ) -> None:
     trajectory = planted(tree)
-    for runs, branch in zip(trajectory.runs(), trajectory.branches(), strict=True):
+    for runs, branch in zip(trajectory.spans(), trajectory.branches(), strict=True):
         assert sum(len(run.segment) for run in runs) == len(branch.token_ids)
         path = list(dict.fromkeys(run.turn for run in runs if run.turn is not None))
         for before, after in itertools.pairwise(path):

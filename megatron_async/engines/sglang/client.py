@@ -58,7 +58,7 @@ from megatron_async.engines.stream_validation import StreamValidator, count_of, 
 from megatron_async.errors import ComponentFailure, one_line
 from megatron_async.runtime.time_limits import AwakeTimeout
 from megatron_async.trajectory.types import PolicyVersion
-from megatron_async.weight_sync.http import MOST_BYTES, json_object
+from megatron_async.weight_sync.http import MAX_BYTES, json_object
 
 # Long for a local network, because a server on a loaded machine accepts connections slowly.
 _CONNECT_SECONDS = 30.0
@@ -440,8 +440,8 @@ async def _text(answer: aiohttp.ClientResponse) -> bytes:
     found = bytearray()
     async for part in answer.content.iter_any():
         found += part
-        if len(found) > MOST_BYTES:
-            raise ValueError(f"the reply has more than {MOST_BYTES} bytes")
+        if len(found) > MAX_BYTES:
+            raise ValueError(f"the reply has more than {MAX_BYTES} bytes")
     return bytes(found)
 
 

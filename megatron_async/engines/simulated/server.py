@@ -39,7 +39,7 @@ from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEn
 from megatron_async.process_backends.child_process import hold_lifeline
 from megatron_async.trajectory.types import PolicyVersion
 
-_LARGEST_BODY_BYTES = 4 << 30
+_MAX_BODY_BYTES = 4 << 30
 _KEEP_ALIVE_SECONDS = 5.0  # The same as in SGLang's server.
 _EVENTS = {"Content-Type": "text/event-stream"}
 
@@ -104,7 +104,7 @@ class SimulatedServer:
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             return await self._guarded(request, handler)
 
-        app = web.Application(client_max_size=_LARGEST_BODY_BYTES, middlewares=[guard])
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[guard])
         app.add_routes(
             [
                 web.get("/health", self._ok),

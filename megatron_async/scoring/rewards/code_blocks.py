@@ -31,7 +31,7 @@ _FENCE_BEHIND_TEXT: Final = re.compile(
 )
 _AFTER_CLOSING: Final = re.compile(r"\s*\Z|\s*</|[.,;:!?)*\]]|\s+\S+\s+\S")
 _TAG: Final = re.compile(r"[\s{.]*([\w+#-]+)")
-_MOST_EXTENSIONS: Final = 20
+_MAX_EXTENSIONS: Final = 20
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def code_blocks(text: str) -> list[CodeBlock]:
         end, at = next(ends)
         code = fence.content(lines[start:end])
         if fence.tag in PYTHON_TAGS | {""} and _ends_in_string(code):
-            for longer_end, next_line in itertools.islice(ends, _MOST_EXTENSIONS):
+            for longer_end, next_line in itertools.islice(ends, _MAX_EXTENSIONS):
                 longer = fence.content(lines[start:longer_end])
                 if python_tree(longer) is not None:
                     code, at = longer, next_line

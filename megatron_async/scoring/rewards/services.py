@@ -35,7 +35,7 @@ from megatron_async.scoring.rewards.sample import Returned, Sample, Unavailable
 
 _FIRST_PAUSE_SECONDS: Final = 0.5
 _LONGEST_PAUSE_SECONDS: Final = 30.0
-_LARGEST_REPLY_MIB: Final = 4
+_MAX_REPLY_MIB: Final = 4
 # Matches a line, or the end of a line after a sentence, that states a score, such as
 # "**Final score (0-10):** 7/10".
 _SCORE: Final = re.compile(
@@ -201,13 +201,13 @@ async def _content_of(reply: aiohttp.ClientResponse) -> bytes:
     """Read and return the whole decompressed body of an HTTP reply.
 
     Raises:
-        Unavailable: If the body is larger than `_LARGEST_REPLY_MIB`.
+        Unavailable: If the body is larger than `_MAX_REPLY_MIB`.
     """
     try:
-        await reply.content.readexactly((_LARGEST_REPLY_MIB << 20) + 1)
+        await reply.content.readexactly((_MAX_REPLY_MIB << 20) + 1)
     except asyncio.IncompleteReadError as error:
         return error.partial
-    raise Unavailable(f"{reply.url}: the reply has more than {_LARGEST_REPLY_MIB} MiB")
+    raise Unavailable(f"{reply.url}: the reply has more than {_MAX_REPLY_MIB} MiB")
 
 
 class _Service(Settings):

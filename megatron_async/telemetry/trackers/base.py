@@ -5,7 +5,7 @@ effect on the run.
 
 Invariants
 - No call waits: a call that does not fit into the queue is dropped and counted.
-- Exceptions of a tracker are counted; after `_MOST_FAILURES` in a row it is no longer called.
+- Exceptions of a tracker are counted; after `_MAX_FAILURES` in a row it is no longer called.
 - `close` waits a limited time and then leaves the thread to the end of the process.
 """
 
@@ -87,7 +87,7 @@ class Tracker:
 
 QUEUE_CALLS = 1000
 CLOSE_SECONDS = 20.0
-_MOST_FAILURES = 10
+_MAX_FAILURES = 10
 
 
 class BackgroundTracker:
@@ -120,7 +120,7 @@ class BackgroundTracker:
         except queue.Full:
             self._lost("is too slow: calls are dropped")
 
-    def take_news(self) -> str | None:
+    def take_problem(self) -> str | None:
         """Return a message about the first failed or dropped call since the last time; None without
         any."""
         news, self._news = self._news, None
@@ -139,7 +139,7 @@ class BackgroundTracker:
         return not self._thread.is_alive()
 
     def _lost(self, why: str) -> None:
-        """Count a dropped call; keep the message about the first one for `take_news`."""
+        """Count a dropped call; keep the message about the first one for `take_problem`."""
         if self.dropped == 0:
             self._news = f"tracker {self.name} {why}"
         self.dropped += 1
@@ -147,8 +147,8 @@ class BackgroundTracker:
     def _work(self) -> None:
         """Execute the queued calls until the queue ends; count failures."""
         while (call := self._calls.get()) is not None:
-            if self._failures_in_a_row >= _MOST_FAILURES:
-                self._lost(f"has failed {_MOST_FAILURES} times in a row and is no longer called")
+            if self._failures_in_a_row >= _MAX_FAILURES:
+                self._lost(f"has failed {_MAX_FAILURES} times in a row and is no longer called")
                 continue
             try:
                 call()

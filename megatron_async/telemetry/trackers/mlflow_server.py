@@ -15,7 +15,7 @@ from megatron_async.errors import UserError
 from megatron_async.files.disk import replacing
 from megatron_async.telemetry.trackers.base import Row, TrackedRun, Tracker
 
-_MOST_AT_ONCE = 500
+_MAX_AT_ONCE = 500
 _LONGEST_PARAMETER = 500
 _REFUSED = re.compile(r"[^\w\-. /]")
 
@@ -71,8 +71,8 @@ class MlflowTracker(Tracker):
         """Log the scalars of a step to MLflow."""
         now = int(1000 * time.time())
         found = [Metric(_name(key), value, now, step) for key, value in values.items()]
-        for begin in range(0, len(found), _MOST_AT_ONCE):
-            self._client.log_batch(self._run, metrics=found[begin : begin + _MOST_AT_ONCE])
+        for begin in range(0, len(found), _MAX_AT_ONCE):
+            self._client.log_batch(self._run, metrics=found[begin : begin + _MAX_AT_ONCE])
 
     def samples(self, step: int, name: str, rows: Sequence[Row]) -> None:
         """Store the responses of an evaluation as a JSONL artifact in MLflow."""

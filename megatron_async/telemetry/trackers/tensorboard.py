@@ -10,7 +10,7 @@ import numpy.typing as npt
 from megatron_async.telemetry.trackers.base import Row, TrackedRun, Tracker
 
 _FLUSH_SECONDS = 10
-_MOST_ROWS = 16
+_MAX_ROWS = 16
 
 
 class TensorBoardTracker(Tracker):
@@ -39,7 +39,7 @@ class TensorBoardTracker(Tracker):
 
     def samples(self, step: int, name: str, rows: Sequence[Row]) -> None:
         """Write the first responses of an evaluation as preformatted text to the event file."""
-        texts = (json.dumps(row, indent=1, ensure_ascii=False) for row in rows[:_MOST_ROWS])
+        texts = (json.dumps(row, indent=1, ensure_ascii=False) for row in rows[:_MAX_ROWS])
         self.text(step, f"samples/{name}", "\n\n".join(f"```\n{text}\n```" for text in texts))
 
     def text(self, step: int, name: str, text: str) -> None:
