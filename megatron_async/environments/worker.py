@@ -91,7 +91,8 @@ class StepResult:
         fault: Error message from closing the ended environment, which does not change the result;
             None if there was no error.
         parent: Number of the turn that the next turn continues; None if it starts a conversation.
-        abandoned: Numbers of turns that must not be trained, since no agent received their responses.
+        abandoned: Numbers of turns that must not be trained on, because no agent received their
+            responses.
         counts: Counts for metrics.
         notices: Warnings for the user.
     """

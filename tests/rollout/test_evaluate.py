@@ -219,7 +219,7 @@ class Abandons:
         turn = of_episode[2][-1].number
         answer = {"text": str(turn), "truncated": False}
         if turn:
-            return StepResult(answer, 1.0, ended="stop", left=(1,))
+            return StepResult(answer, 1.0, ended="stop", abandoned=(1,))
         messages = ({"role": "user", "content": "b"},)
         return StepResult(answer, 0.0, messages, np.array([8], np.int32))
 

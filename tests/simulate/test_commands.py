@@ -51,7 +51,7 @@ def test_simulate_prints_results_and_assumptions(config_file: Path) -> None:
         "To print all assumptions: --assumptions",
     ):
         assert words in output
-    assumed = output.split("these three change the results most:\n")[1]
+    assumed = output.split("assumptions that change the results most:\n")[1]
     assert assumed.count("- ") == 3 and "simulate.efficiency.links" not in output
     everything = call("simulate", "--config", config_file, "simulate.steps=8", "--assumptions")
     assert "simulate.efficiency.links: 0.7" in everything
@@ -107,7 +107,8 @@ def test_simulate_prints_other_presets_when_one_fails(
     result = CliRunner().invoke(app, command, env={"COLUMNS": "80"})
     assert isinstance(result.exception, UserError)
     assert str(result.exception) == (
-        "schedule.preset=copris: simulate.steps is too few (results of 1 of 2 points are printed above)"
+        "schedule.preset=copris: simulate.steps is too few "
+        "(results of 1 of 2 points are printed above)"
     )
     assert "sync" in result.output and "x first" in result.output
 
@@ -189,7 +190,7 @@ def test_replay_shows_the_exception_at_its_event(
         f"event {index} ({event}) makes the scheduler raise\nTraceback" in output
         and "in step" in output
     )
-    assert f"same actions for {index + 1} events, 1 of which raised then too" in output
+    assert f"same actions for {index + 1} events; 1 of them raised the same error" in output
 
 
 def test_replay_names_the_setting_or_lineage_when_nothing_is_recorded(tmp_path: Path) -> None:
