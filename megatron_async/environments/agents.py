@@ -270,8 +270,8 @@ class AgentWorker:
 
         def ended(done: asyncio.Task[Any]) -> None:
             if not done.cancelled():
-                # Mark the exception as retrieved, because asyncio logs one that nobody reads, as
-                # of a forgotten attempt.
+                # Mark the exception as retrieved, because asyncio logs exceptions that are never
+                # read, as those of a forgotten attempt would be.
                 done.exception()
             calls.notify()
 

@@ -239,7 +239,7 @@ def leads_to(path: Path, file: os.stat_result) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
-        # The disk does not respond. Reads and writes of the open file will show what is wrong.
+        # The disk does not respond. Later reads and writes of the open file will raise its error.
         return True
 
 

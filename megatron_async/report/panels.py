@@ -304,8 +304,8 @@ def episode_endings(run: RunData) -> Figure | None:
         look = {"width": 0.8, "marker_color": color, "marker_line_width": 0}
         figure.add_trace(go.Bar(x=[*counts], y=[*counts.values()], name=how, **look))
     figure.update_layout(barmode="stack")
-    title = "Where episodes ended"
-    return styled(figure, title, "episodes", "after so many turns") if figure.data else None
+    title = "Episodes by number of turns and end"
+    return styled(figure, title, "episodes", "turns") if figure.data else None
 
 
 _LAG_SHARES: Final = (
@@ -356,18 +356,18 @@ PANELS: Final[tuple[Panel | DrawnByFunction, ...]] = (
     Panel(
         "Turns of an episode",
         "turns",
-        (("mean", "rollout/turns_mean"), ("most", "rollout/turns_max")),
+        (("mean", "rollout/turns_mean"), ("largest", "rollout/turns_max")),
         "below the limit of turns",
     ),
-    DrawnByFunction(episode_endings, "most episodes are ended by the environment, not by a limit"),
+    DrawnByFunction(episode_endings, "most episodes end by the environment, not by a limit"),
     Panel(
-        "Seconds of an environment's reply",
+        "Reply time of the environment",
         "s",
         (
             ("mean", "rollout/environment_seconds"),
             ("longest", "rollout/environment_seconds_max"),
         ),
-        "small beside the time of a step",
+        "small compared with the time of a step",
     ),
     Panel(
         "Throughput",
@@ -379,14 +379,14 @@ PANELS: Final[tuple[Panel | DrawnByFunction, ...]] = (
         "steady",
     ),
     Panel(
-        "Where the trainer's seconds went",
+        "Time of the trainer by phase",
         "s",
         TRAINER_PHASES,
         "training is most of each bar; a long wait means that generation is too slow",
         "bars",
     ),
     Panel(
-        "Where the rollout side's seconds went",
+        "Time of the rollout side by phase",
         "s",
         _ROLLOUT_PHASES,
         "generating is most of each bar",
@@ -424,7 +424,7 @@ PANELS: Final[tuple[Panel | DrawnByFunction, ...]] = (
             ("groups with equal rewards", "reward/uninformative_groups"),
             ("resumed responses", "rollout/resumed_share"),
         ),
-        "few clipped and cut; groups with equal rewards teach nothing",
+        "small shares; groups with equal rewards give no gradient",
         scale=100,
     ),
     Panel(
@@ -435,10 +435,10 @@ PANELS: Final[tuple[Panel | DrawnByFunction, ...]] = (
         "bars",
     ),
     Panel(
-        "Engines against the trainer, same weights",
+        "Log-probs of engines and trainer, same weights",
         "|difference of log-probs|",
         (("mean", "weights/probe_mean_error"), ("largest", "weights/probe_max_error")),
-        "flat; a rise means stale weights or rounding that grows",
+        "flat; a rise means stale weights or growing rounding errors",
         logarithmic=True,
     ),
     Panel(
@@ -452,10 +452,10 @@ PANELS: Final[tuple[Panel | DrawnByFunction, ...]] = (
         "Weight updates by phase",
         "s",
         _UPDATE_PHASES,
-        "short beside the training of a step",
+        "short compared with the training time of a step",
         "bars",
     ),
-    Panel("Inside the transfer of weights (phases overlap)", "s", _TRANSFER_PHASES, "steady"),
+    Panel("Transfer of weights by phase (phases overlap)", "s", _TRANSFER_PHASES, "steady"),
     Panel(
         "Loss",
         "loss",
@@ -466,7 +466,7 @@ PANELS: Final[tuple[Panel | DrawnByFunction, ...]] = (
         "Gradient norm",
         "norm",
         (("before clipping", "train/grad_norm"),),
-        "bounded, without ever larger peaks",
+        "bounded, without growing peaks",
     ),
     Panel(
         "Entropy",

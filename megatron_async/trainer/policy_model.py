@@ -103,7 +103,7 @@ class PolicyModel(GPTModel):
         return self._token_logprobs(hidden, stream, temperature, return_entropy)
 
     def head_weight(self) -> Tensor:
-        """This rank's vocabulary shard of the head, [V / tp, D]: the embedding's where tied."""
+        """Return this rank's vocabulary shard of the head, [V / tp, D]; the embedding's if tied."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight

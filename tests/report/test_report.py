@@ -186,13 +186,13 @@ def test_report_page_shows_every_panel_for_which_the_run_has_metrics(page: str) 
     for title in (
         "Reward of a batch",
         "Accuracy of evaluations",
-        "Where the trainer's seconds went",
-        "Where the rollout side's seconds went",
+        "Time of the trainer by phase",
+        "Time of the rollout side by phase",
         "Trained tokens by lag",
         "Weight updates by phase",
-        "Inside the transfer of weights (phases overlap)",
+        "Transfer of weights by phase (phases overlap)",
         "Importance weight of a token",
-        "Engines against the trainer, same weights",
+        "Log-probs of engines and trainer, same weights",
         "Scores that failed",
         "Warnings and restarts",
     ):
@@ -262,7 +262,7 @@ def test_report_of_episodes_shows_turns_reply_times_and_endings(played: Path) ->
         "dropped: environment": ((1,), (1,)),
     }
     text = report_page([read])
-    for title in ("Turns of an episode", "Where episodes ended"):
+    for title in ("Turns of an episode", "Episodes by number of turns and end"):
         assert title in body(text), title
     assert re.search("Seconds of an environment.s reply", body(text))
 
