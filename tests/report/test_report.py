@@ -264,7 +264,7 @@ def test_report_of_episodes_shows_turns_reply_times_and_endings(played: Path) ->
     text = report_page([read])
     for title in ("Turns of an episode", "Episodes by number of turns and end"):
         assert title in body(text), title
-    assert re.search("Seconds of an environment.s reply", body(text))
+    assert re.search("Reply time of the environment", body(text))
 
 
 def evaluated(folder: Path, rows_by_step: dict[int, list[dict[str, Any]]]) -> Path:

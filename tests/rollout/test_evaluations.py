@@ -62,9 +62,9 @@ def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(preset: str, engines: int = 1, steps: int = 10_000, **evaluation: Any) -> RunConfig:
-    """Return settings with rollouts of at most 16 tokens and evaluation responses of at most 40."""
+    """Return settings with rollouts of at most 16 tokens and evaluation responses of at most 80."""
     config = stand_in_settings(preset, engines, max_restarts=3)
-    own = {"prompts": 4, "every_steps": 1, "max_new_tokens": 40, **evaluation}
+    own = {"prompts": 4, "every_steps": 1, "max_new_tokens": 80, **evaluation}
     tree = config.model_dump(mode="json") | {"eval": config.eval.model_dump() | own}
     tree |= {"steps": steps, "sampling": {"max_new_tokens": 16}}
     return build_config(tree)
