@@ -58,7 +58,8 @@ DryRun = Annotated[
 
 
 def main() -> None:
-    """Run a command; print the message of an expected error and exit with its code."""
+    """Run the command of the command line; for an expected error, print only its message and exit
+    with its exit code."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # Megatron's warnings at every import would hide the progress lines; `doctor` reports missing
     # packages and their replacements.
@@ -156,8 +157,8 @@ def sft(
         Option(help="Train on this model's answers that the reward accepts: URL or directory."),
     ] = None,
 ) -> None:
-    """Fine-tune on worked answers with the same Megatron trainer; write a Hugging Face
-    checkpoint."""
+    """Fine-tune on worked answers (responses to imitate) with the Megatron trainer that RL uses;
+    write a Hugging Face checkpoint."""
     from megatron_async.commands.sft import sft_command
 
     sft_command(_need(config, "sft"), overrides or [], out, session, index, from_teacher)

@@ -49,7 +49,7 @@ def use_onednn() -> torch.library.Library | None:
     is slow on its processor; otherwise do nothing and return None.
 
     Returns:
-        The registration of the replaced operations, which lasts as long as the process.
+        The registration of the replaced operations. The cache of this function keeps it alive.
     """
     if not mkl_is_slow():
         return None

@@ -180,8 +180,11 @@ class _Stream:
 
 
 def divergence(log_ratio_T: torch.Tensor, name: str) -> torch.Tensor:
-    """Compute the divergence `name` of each token: k1 = -x, k2 = x^2 / 2 or k3 = exp(x) - 1 - x of
-    x = c(log pi - log mu)."""
+    """Compute the divergence `name` of each token: k1 = -x, k2 = x^2 / 2 or k3 = exp(x) - 1 - x.
+
+    x is the log-ratio between the trained policy and the policy that generated the token, clamped
+    to SAFETY_BOUND on both sides.
+    """
     clamped_T = surrogates.bounded_exp(log_ratio_T)[1]
     if name == "k1":
         return -clamped_T

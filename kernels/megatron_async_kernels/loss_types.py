@@ -203,11 +203,11 @@ class Denominators:
 
 
 # Sums over tokens or sequences, additive over microbatches and ranks. k = m * kept by rejection;
-# L = p - mu, w = exp(c(L)), W_i = exp(c(sum_i m L)) over sequences with a mask-1 token.
+# L = p - mu, w = exp(c(L)), W_i = exp(c(sum_i m L)) over sequences with any m = 1.
 SUM_NAMES: tuple[str, ...] = (
     "tokens",  # sum m
     "kept_tokens",  # sum k
-    "sequences",  # sequences with a mask-1 token
+    "sequences",  # sequences with at least one token of mask 1
     "loss",  # loss_sum
     "policy_loss",  # surrogate component of loss_sum
     "kl_loss",  # KL component of loss_sum, kl_coef included

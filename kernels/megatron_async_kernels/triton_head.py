@@ -1,9 +1,10 @@
 """Provides the Triton backend of `token_logprob`: block plans, kernel launches, and the two matrix
-products that follow dLoss/dlogits.
+products that compute the gradients of hidden states and weight from dLoss/dlogits.
 
 Invariants
-- Temporaries stay within `workspace_bytes`: a compacted copy of a block's hidden rows, its float32
-  gradient, one [rows × columns] block of dLoss/dlogits, or the partial statistics.
+- Temporaries together stay within `workspace_bytes`. They are a copy of a block's hidden rows, if
+  only some tokens are scored, and in the forward pass the partial statistics, in the backward pass
+  the rows' float32 gradient and one [rows × columns] block of dLoss/dlogits.
 - No atomics: with `deterministic` the two products are computed by `accumulate_product_kernel`,
   whose order of summation is fixed; otherwise by the vendor's library.
 """

@@ -177,7 +177,8 @@ class HeadConfigs:
     product: TileConfig
 
 
-# Small tiles for the odd shapes of tests; with descriptors if rows are aligned, as on sm_90.
+# For Triton's interpreter, in which tests run: small tiles, because the shapes in tests are odd. If
+# rows are aligned, tiles are read through tensor descriptors, as on sm_90.
 INTERPRETER = HeadConfigs(
     stats=TileConfig(16, 32, 16, 4, 1, group=2, descriptors=True, halves=True),
     stats_entropy=TileConfig(16, 32, 16, 4, 1, group=2, descriptors=True, halves=True),

@@ -1,11 +1,14 @@
 """Computes advantages, rollout correction and metrics, as pure functions of tensors.
 
+Rollout correction accounts for the difference between the policy that generated a token and the
+policy that is trained.
+
 - algorithm: `Algorithm`, which the trainer calls. It never modifies a batch; each step returns a
   new one.
 - device_batch: a batch as tensors on the device, to which it is copied once.
 - advantages: computes advantages from rewards, and the shaping and filtering of rewards.
-- correction: importance weights and rejection masks. Weights have no gradient. The metrics of this
-  module begin with `rollout_corr/`.
+- correction: rollout correction by importance weights and rejection masks. Weights have no
+  gradient. The metrics of this module begin with `rollout_corr/`.
 - loss_settings: converts a run's settings to the thresholds of a loss.
 - own_loss: loads a user's loss by import path (`algorithm.loss`, examples/own_loss) and tries it
   before a run starts.

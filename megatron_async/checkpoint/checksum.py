@@ -60,7 +60,8 @@ def checksum(piece: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Ten
 
 
 def _checksum(piece: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Compute `checksum` in one thread, in chunks of limited size."""
+    """Compute `checksum`, which explains the arguments, in the calling thread and in chunks of
+    limited size."""
     stride = shape[-1]
     first = offsets[-1] + (offsets[0] * stride if len(shape) == 2 else 0)
     bits_RC = piece.detach().view(_BITS[piece.element_size()])

@@ -281,7 +281,8 @@ def _hf_tensors(
     for parameter_id in stage_parameter_ids(a, 0, 1):
         whole = _read(checkpoint, reader, parameter_id)
         advance(whole.numel())
-        # The checkpoint has the optimizer's values; the model's values are their roundings.
+        # The checkpoint has the optimizer's copy of the weights; the model's own weights are that
+        # copy, rounded to `precision`.
         if precision is not None:
             whole = whole.to(dtype_named(precision))
         for name, tensor in zip(

@@ -323,8 +323,8 @@ def list_checkpoints(root: Path | str) -> list[Checkpoint]:
 
 
 def damaged_after(root: Path | str, step: int) -> dict[Path, str]:
-    """Return the checkpoints after `step` with unreadable manifests, newest first, and the
-    reasons."""
+    """Return the directories of the checkpoints after `step` whose manifests cannot be read, newest
+    first, each with the reason."""
     return {
         path: reason
         for path, reason in reversed(_scan(root)[1].items())

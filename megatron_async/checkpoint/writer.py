@@ -110,7 +110,7 @@ class Prepared:
         pieces: Copies of the slices that the rank saves.
         random: The rank's random states.
         names: Names of the tensors that all ranks together save.
-        error: Why nothing must be saved; None if the copy is valid.
+        error: Why the checkpoint must not be saved; None if the copy is valid.
     """
 
     pieces: list[CopiedPiece]

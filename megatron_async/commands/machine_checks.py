@@ -174,7 +174,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def look() -> MachineFacts:
-    """Collect the facts about this machine."""
+    """Collect the facts about this machine that `checks` needs, such as its CUDA driver, compilers,
+    limits, InfiniBand devices and free space."""
     import torch
 
     driver = _line(0, "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")

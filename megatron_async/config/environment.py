@@ -63,7 +63,7 @@ class EnvironmentConfig(Settings):
 
     @property
     def display_name(self) -> str:
-        """The setting that names the environment, and its value, for messages."""
+        """The setting that selects the environment, with its value, as error messages show it."""
         return f"environment.name {self.name!r}"
 
     @property

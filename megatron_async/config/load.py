@@ -297,9 +297,9 @@ def _with_changes(
     changes = _expanded(changes)
     wanted = merge(_expanded(explicit), changes)
     old, new = (build_config(settings).model_dump(mode="json") for settings in (explicit, wanted))
-    # Other settings keep the run's values, which may have been derived from the machine at its
-    # start. So a setting that is now set to its default counts as a change if the run had derived
-    # another value.
+    # Settings that do not change keep the run's values, some of which were derived from the machine
+    # at its start. `changes` are merged again at the end, because a setting that is now set to its
+    # default is equal in `old` and `new`, although the run may have derived another value.
     resolved = merge(merge(body, _changed(old, new)), changes)
     return build_config({**resolved, _EXPLICIT: wanted})
 

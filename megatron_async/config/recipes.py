@@ -19,7 +19,7 @@ Invariants
 from collections.abc import Mapping
 from typing import Any, Final
 
-# One version generates a batch, which is trained before the next batch begins.
+# Synchronous: one version generates a batch, which is trained before the next batch is started.
 _DRAINED: Final = {
     "refill": "batch",
     "boundary": "drain",

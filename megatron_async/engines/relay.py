@@ -5,11 +5,12 @@ client of the same engine in the rollout manager. Its streams come from the rela
 one `TokenReport` about every 100 ms. Its other calls go directly to the server.
 
 Invariants
-- A stream is only read while less than a chunk of its tokens is unacknowledged. Tokens are
-  acknowledged when the consumer of the stream requests more, after the store has committed them. So
-  the loss of a host costs a stream at most one chunk, and a slow disk slows down the engines.
+- A stream is only read while less than a chunk (`CHUNK_TOKENS`) of its tokens is unacknowledged.
+  Tokens are acknowledged when the consumer of the stream requests more, after the store has
+  committed them. So the loss of a host costs a stream at most one chunk, and a slow disk slows down
+  the engines.
 - An abort is processed before more tokens are read. After it, aborted streams are read to their
-  ends without that limit, since the engine adds no tokens, and each end is one item.
+  ends without that limit, since the engine generates no more tokens for them.
 - Longer pauses between reports mean fewer messages. `Pace` determines the pause, which is short if
   there are few streams.
 - A failure concerns one stream; a failure of the relay itself concerns every open stream. No stream
@@ -201,7 +202,8 @@ class _Inbox:
 
 
 class RelayedEngine(ForwardingClient):
-    """Client of an engine whose streams are read by a relay."""
+    """Client of an engine whose token streams are read and forwarded by a `StreamRelay` next to the
+    engine's server; other calls go directly to the server."""
 
     def __init__(self, client: EngineClient, relay: RelayCalls, pace: Pace) -> None:
         super().__init__(client)

@@ -81,7 +81,8 @@ class TokenReport:
     def items(self) -> Iterator[tuple[int, Item]]:
         """Yield the spans as chunks, and the failures, each with its stream."""
         starts, messages = [0] * len(self.tokens), iter(self.messages)
-        versions: dict[tuple[int, int], PolicyVersion] = {}  # Shares objects among chunks.
+        # Chunks of equal versions share one object.
+        versions: dict[tuple[int, int], PolicyVersion] = {}
         for stream, count, lineage, number, end, place, queued in self.runs_R7.tolist():
             if end >= _FIRST_FAILURE:
                 yield stream, _FAILURES[end - _FIRST_FAILURE](next(messages))

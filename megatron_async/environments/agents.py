@@ -61,8 +61,8 @@ class _Attempt:
         calls: The program's calls and the turns that they became.
         key: API key that the program uses.
         program: Task that runs the program.
-        branch_tokens: For each turn, number of tokens from the start of its branch to the end of
-            the turn, without the response as long as there is none.
+        branch_tokens: For each turn, number of tokens of all turns from the first one of its
+            conversation to itself. The turn's own response counts once it is complete.
         stopped: For each turn, whether its response ended with a stop token.
         limit_error: Error sent for the last call that was too long or over a limit; empty if there
             was no such call.

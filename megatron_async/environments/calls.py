@@ -112,7 +112,10 @@ class AgentCalls:
     # ------------------------------------------------------------ used by the worker
 
     async def next(self, seconds: float) -> Call | None:
-        """Wait for the next call without a stored response; return None once the program ends.
+        """Wait for the program's next call that has no stored response; return None once the
+        program ends.
+
+        A stored response is that of an equal call in an earlier attempt of the episode.
 
         Raises:
             TimeoutError: For `seconds`, the program neither made a call (one with a stored response

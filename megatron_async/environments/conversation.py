@@ -164,7 +164,8 @@ class Conversation:
         )
 
     def answer_ids(self, text: str) -> list[int]:
-        """Return the tokens of a made-up response: those of `text`, then a stop token."""
+        """Return the tokens of a response with the text `text`, which no policy generated: those of
+        the text, then a stop token."""
         end = sorted(self._stop_token_ids)[:1]
         return [*self._encode(text).tolist(), *end]
 

@@ -127,8 +127,8 @@ def converted(hint: Any, given: Any) -> Any:
         where = "".join(f"[{step!r}]" for step in first["loc"])
         raise ValueError(f"{where} {first['msg']}".strip())
     plain = found.value if isinstance(found, Enum) else found
-    # Compare the types too, because True equals 1 in Python. Compare the values, because a large
-    # integer becomes the nearest float.
+    # Refuse a conversion that changes the value, such as that of a large integer to the nearest
+    # float, and one between bools and numbers, although True equals 1 in Python.
     exact = not isinstance(plain, float) or plain == reading
     if not exact or isinstance(plain, bool) != isinstance(reading, bool):
         raise ValueError(f"Input would be changed to {plain!r}")

@@ -148,9 +148,9 @@ class CallReader:
         """Split the text of a response into text and tool calls.
 
         Returns:
-            The text without the calls, the calls, and an error message for the policy, which is
-            empty if all calls were parsed. If a call could not be parsed, the text is the whole
-            response.
+            The text without the calls, the calls, and an empty error message. If a call cannot be
+            parsed or names an unknown tool: the whole text, the calls that could be read, and an
+            error message for the policy.
         """
         from sglang.srt.entrypoints.openai.protocol import Tool as ToolModel
         from sglang.srt.environ import envs

@@ -351,7 +351,8 @@ class EnvironmentWorker:
         return TrialEpisode(len(opening), text, observed, differs=differs, rewards=rewards)
 
     async def forget(self, key: str) -> str | None:
-        """Close the environment of episode `key`, if open, once its running call has ended.
+        """Remove episode `key`, if it is open, and close its environment once its running call has
+        ended.
 
         Returns:
             The error message from closing the environment; None if there was no error.

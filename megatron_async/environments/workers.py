@@ -183,7 +183,7 @@ class EpisodeSessions:
 
         Args:
             number: Number of the episode, unique among the caller's open episodes.
-            payload: Payload of the task's prompt, from which the row is made.
+            payload: Payload of the task's prompt, from which the environment's row is made.
             room: Largest number of tokens of an agent's first call; None for no limit.
 
         Raises:
@@ -216,7 +216,7 @@ class EpisodeSessions:
 
         Args:
             number: Number of the episode.
-            payload: Payload of the task's prompt, from which the row is made.
+            payload: Payload of the task's prompt, from which the environment's row is made.
             turns: All turns of the episode.
             answer_ids: Tokens of the response of the last turn.
             room: Number of tokens that the next turn's input may add to its branch.
@@ -272,7 +272,10 @@ class EpisodeSessions:
     async def _restore(
         self, number: int, payload: Mapping[str, Any], turns: Sequence[Turn]
     ) -> None:
-        """Restore episode `number` from its stored `turns`, under a new key, and count the result.
+        """Restore episode `number` in its worker by repeating its stored `turns`, and count the
+        success or the failure.
+
+        The worker opens the episode under a new key, because a key is never used twice.
 
         Raises:
             ReplayDiffers: The episode cannot be restored.

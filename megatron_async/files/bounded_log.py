@@ -44,7 +44,8 @@ class BoundedLog:
         self._thread.start()
 
     def discard(self) -> None:
-        """Close the log file and the pipe, if no child was started."""
+        """Close the log file and the pipe; call this in place of `start` if the child was not
+        started."""
         if self._file is not None:
             self._file.close()
         for end in (self._source, self.sink):

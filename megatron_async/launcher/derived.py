@@ -57,7 +57,8 @@ class Machine:
 
     @classmethod
     def here(cls, config: RunConfig) -> "Machine":
-        """Return the hardware of this machine, as the engines of `config` would use it."""
+        """Return the hardware of this machine, with the device that the engines of `config` would
+        use: a GPU or the CPU."""
         from megatron_async.engines.sglang.process import resolve_device
 
         cores = os.cpu_count()
@@ -316,8 +317,8 @@ def _check_engine_share(config: RunConfig, machine: Machine) -> None:
 
 
 def _update_bytes(config: RunConfig) -> float:
-    """Estimate an engine's GPU memory for a `distributed` update; 0 for other transports or unknown
-    shapes."""
+    """Estimate the bytes of GPU memory that an engine needs in addition during a `distributed`
+    weight update; 0 for other transports, or if the model's shape is unknown."""
     if config.weights.transport != "distributed":
         return 0.0
     try:

@@ -115,7 +115,8 @@ def check_trainer_here(config: RunConfig) -> None:
 def split_of_this_machine(config: RunConfig) -> DeviceSplit:
     """Divide the GPUs that this process may use between trainer and engines.
 
-    With a running Ray cluster nothing is divided, because the cluster assigns its own GPUs.
+    Nothing is divided (the split is empty) if engines run on the CPU, or in a running Ray cluster,
+    which assigns its own GPUs.
 
     Raises:
         UserError: The settings cannot work on these GPUs, or Ray is missing.

@@ -118,7 +118,7 @@ def run_rollout(node: Node) -> int:
             f"--port={port}",
             f"--ray-client-server-port={free_port()}",
             "--include-dashboard=false",
-            "--no-monitor",  # the monitor would start further nodes
+            "--no-monitor",  # Ray's autoscaling monitor would start further nodes
         ) as ray_node:
             _wait_for_port(node.address, port, ray_node)
             node.session.publish("ray", {"address": address})
@@ -213,8 +213,8 @@ def _check_trainer_nodes(directory: RunDirectory, earlier: int) -> None:
 
 
 def run_trainer(node: Node) -> int:
-    """Run the role `trainer` on this node and return the exit code; a failure closes the whole
-    session."""
+    """Run the role `trainer` on this node and return the exit code; after a failure, close the
+    session (this launch of the run on all nodes), so that its other roles end too."""
     try:
         return _run_trainer(node)
     except (UserError, ComponentFailure, OSError):
@@ -226,7 +226,7 @@ def _run_trainer(node: Node) -> int:
     earlier = node.directory.outcome_stamp()
     address = node.session.wait_for("ray", RENDEZVOUS_SECONDS)["address"]
     if node.index == 0:
-        node.directory.pop_failure()  # left by an earlier session
+        node.directory.pop_failure()  # discards a failure that an earlier session recorded
     node.use_token()
     with (
         node.ray_node(

@@ -120,7 +120,7 @@ class Session:
         return self.path.parent / "current"
 
     def close(self) -> None:
-        """Mark the session closed, so that all its roles end.
+        """Mark the session closed, so that all its roles (rollout and trainer nodes) end.
 
         If the mark cannot be written, the other roles end when they lose Ray.
         """

@@ -7,8 +7,8 @@ Invariants
 - Nothing is guessed: a setting of config.json that the trainer does not implement (a rope type, an
   activation, a bias) is refused with one sentence that names the setting, never ignored.
 - Both spellings of rotary settings are read: `rope_parameters` (transformers 5) and `rope_theta`
-  with `rope_scaling` (transformers 4). If a file has both, they are read as transformers 5 reads
-  them, or refused if they differ.
+  with `rope_scaling` (transformers 4). If a file has both, the one that transformers 5 uses is
+  read, and the file is refused if the other one contradicts it.
 - transformers is not imported: reading a config takes milliseconds and runs no model code.
 """
 

@@ -23,11 +23,13 @@ def _layer_rule(
     groups: int = 0,
     expert: bool = False,
 ) -> Rule:
-    """Return the shard rule of a parameter that every layer has.
+    """Return the shard rule of a parameter that every layer has: its names, shapes and division
+    over tensor ranks.
 
     Args:
         layout: How tensor ranks divide the parameter.
-        parameters: Its Megatron names inside a layer.
+        parameters: Its Megatron names inside a layer: in local layers and, if that is another one,
+            in Transformer Engine layers.
         tensors: The names, inside a layer, and shapes of its Hugging Face tensors.
         groups: Number of key/value heads of a QKV layout.
         expert: Whether each expert has such a parameter.
@@ -43,10 +45,12 @@ def _layer_rule(
 
 
 def norm_rule(parameters: tuple[str, ...], tensor: str, size: int) -> Rule:
-    """Return the shard rule of a norm's weight inside a layer.
+    """Return the shard rule of a norm's weight inside a layer: its names, shape and division over
+    tensor ranks.
 
     Args:
-        parameters: Its Megatron names inside a layer.
+        parameters: Its Megatron names inside a layer: in local layers and, if that is another one,
+            in Transformer Engine layers.
         tensor: Its Hugging Face name inside a layer.
         size: Number of its elements.
     """

@@ -67,8 +67,8 @@ def stage_walk(architecture: Architecture, stage: int) -> Iterator[WalkStep]:
 
 
 def stage_leader(stage: int) -> int:
-    """Return the global rank of a stage's leader: the stage's first rank in Megatron's rank
-    order."""
+    """Return the global rank of the leader of pipeline stage `stage`, which gathers and sends the
+    stage's layers: the stage's first rank in Megatron's rank order."""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     return stage * (dist.get_world_size() // stages)
 
@@ -77,11 +77,11 @@ def stage_leader(stage: int) -> int:
 def stage_tensors(
     chunks: Sequence[torch.nn.Module], architecture: Architecture, *, everywhere: bool = False
 ) -> Generator[NamedTensor, None, None]:
-    """Generate the name and values of each Hugging Face tensor of this rank's stage, one step at a
-    time.
+    """Generate the name and values of each Hugging Face tensor of this rank's pipeline stage, one
+    step at a time.
 
-    The stage's leader gets whole tensors. Other ranks of the stage get nothing, but must iterate to
-    send their shards. Collective.
+    The stage's leader, its first rank, gets whole tensors. Other ranks of the stage get nothing,
+    but must iterate to send their shards. Collective.
 
     Args:
         chunks: This rank's model chunks.
@@ -142,9 +142,10 @@ def stage_buckets(
     *,
     everywhere: bool = False,
 ) -> Iterator[list[NamedTensor]]:
-    """Generate the tensors of this rank's stage in buckets on the stage's leader. Collective.
+    """Generate the tensors of this rank's pipeline stage in buckets, on the stage's leader (its
+    first rank). Collective.
 
-    Every other rank must iterate too, and gets nothing.
+    Every other rank must iterate too; it gets nothing, except with `everywhere`.
 
     Args:
         chunks: This rank's model chunks.

@@ -110,7 +110,8 @@ def split(rule: Rule, names: Sequence[str], read: ReadSlice, size: int, rank: in
 
 
 def _split_vocab(rule: Rule, name: str, read: ReadSlice, size: int, rank: int) -> "Tensor":
-    """Return rank `rank`'s rows of the embedding or head, padded with zero rows to equal shares."""
+    """Return the rows of the word embedding or output head that tensor rank `rank` has; zero rows
+    pad them so that every rank has equally many."""
     vocab = rule.shapes[0][0]
     rows = -(-vocab // size)
     start, stop = min(rank * rows, vocab), min((rank + 1) * rows, vocab)

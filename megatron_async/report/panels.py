@@ -36,7 +36,7 @@ _MAX_LAG: Final = 8
 _FEW_STEPS = 8  # Below this number, every step has a label.
 # Ratios of the largest to the smallest value on a log axis from which fewer labels are drawn.
 _FEW_DIGITS, _FEW_POWERS, _MANY_POWERS = 3.0, 100.0, 1e6
-_MAX_LOG_WEIGHT: Final = 20.0  # Bound to which log ratios are clamped.
+_MAX_LOG_WEIGHT: Final = 20.0  # Log ratios are clamped to at most this absolute value.
 
 Figure: TypeAlias = Any  # plotly has no type annotations.
 Line: TypeAlias = Mapping[str, float]

@@ -455,8 +455,8 @@ class RolloutDriver:
         self._feed(ev.PromptsAvailable(groups))
 
     def _longest_tokens(self) -> int | None:
-        """Return the maximum number of tokens of prompt and response together that an engine
-        accepts; None if unknown."""
+        """Return the largest of the engines' limits on the tokens of prompt and response together;
+        None if no limit is known."""
         # The largest limit counts: an engine with a smaller limit refuses a longer request itself.
         # While an engine reports no limit, none is known, because it may accept more than others.
         limits = [

@@ -78,8 +78,8 @@ class _PendingUpdate:
 
 @dataclass(frozen=True, eq=False)
 class _Session:
-    """Objects that exist from one `attach` to the next: driver, store, prompts, recorder and
-    evaluations."""
+    """Objects that exist from one `attach`, the call by which a trainer connects, to the next:
+    resume point, driver, store, prompts, recorder and evaluations."""
 
     resume: ResumePoint
     store: TrajectoryStore

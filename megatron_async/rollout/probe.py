@@ -52,8 +52,8 @@ _TRIES = 3
 
 @dataclass(frozen=True, eq=False)
 class ProbeSample:
-    """Tokens with which one engine continued one prompt, and the engine's log-probs of these
-    tokens."""
+    """Tokens with which one engine continued one prompt of a weight check, and the engine's
+    log-probs of these tokens."""
 
     engine_id: str
     prompt_ids: IntArray
@@ -62,7 +62,8 @@ class ProbeSample:
 
 
 def probe_prompts(prompts: Sequence[IntArray]) -> list[IntArray]:
-    """Cut each prompt to its first 256 tokens; replace an empty prompt by one arbitrary token.
+    """Make the prompts of a weight check: cut each prompt to its first 256 tokens, and replace an
+    empty prompt by one arbitrary token.
 
     That is long enough to be realistic and short enough for any context. The prompt of an episode
     is empty, because it has no tokens before its environment has started.
@@ -151,8 +152,8 @@ async def _continue_prompt(
 
 
 def packed(samples: Sequence[ProbeSample], temperature: float) -> TokenBatch:
-    """Pack the samples, one sequence each and in order, into a batch for which the trainer can
-    compute log-probs."""
+    """Pack the engines' samples of a weight check, one sequence each and in order, into a batch for
+    which the trainer can compute log-probs."""
     version = PolicyVersion(0, 0)
     trajectories = tuple(
         Trajectory(

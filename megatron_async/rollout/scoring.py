@@ -1,8 +1,9 @@
 """Scores finished responses, one by one or in whole groups, and writes their rewards to the store.
 
 Invariants
-- For each response passed to `score`, `ready` is called exactly once, even if the response's group
-  is dropped while the response waits for the other members (`dropped`).
+- For each response passed to `score`, the callback `ready` is called exactly once, with its reward
+  or None, even if the response's group (all responses to one prompt) is dropped while the response
+  waits for the other members (`dropped`).
 - With scorers of groups, a group is scored once every member has a complete response. Whether that
   is so is read from the store, so a restarted process continues in the same way. A member that has
   a reward already keeps it when another member is generated again.

@@ -30,7 +30,8 @@ class SharedDevices:
     def __init__(self, shared: bool, ask: Ask) -> None:
         self.shared = shared
         self._ask = ask
-        # For each offloaded engine, by id: whether its weights still have device memory.
+        # For each offloaded engine, by id: whether its weights nevertheless have device memory,
+        # because they were kept there or were allocated again for an update.
         self._offloaded: dict[str, bool] = {}
 
     async def offload(self, engines: Iterable[EngineClient], *, keep_weights: bool = False) -> None:

@@ -37,15 +37,14 @@ _VERSIONS: Final = 64
 
 
 class TrackedEngine:
-    """A driver's state of one engine: whether it serves, whether it is suspended, and which
+    """A rollout driver's state of one engine: whether it serves, whether it is suspended, and which
     versions' tokens are accepted.
 
     Attributes:
         client: Client of the engine, which records pauses in this object.
         up: Whether the engine has loaded the current weights and serves requests.
-        preemptions_seen: Preemptions in the engine's last load report; None before its first report
-            here, because what the engine counted for a lost trainer or before a missed update is
-            not new.
+        preemptions_seen: Number of preemptions in the engine's last load report, beyond which
+            preemptions are new; None before the first report to this object.
         check: Running or last check of whether the engine replies; None if there was none.
         given_up: Whether the engine was taken out of service.
     """

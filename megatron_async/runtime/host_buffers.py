@@ -61,8 +61,8 @@ class _PinnedMemory(mmap.mmap):
         self.address = address
 
     def __del__(self) -> None:
-        # Memory that is unmapped while still registered would stay pinned. When the process ends,
-        # the driver releases the memory.
+        # Unregister the memory, because it would stay pinned after it is unmapped. When the process
+        # ends, the CUDA driver does so.
         if hasattr(self, "address") and not sys.is_finalizing():
             runtime = torch.cuda.cudart()
             runtime.cudaHostUnregister(self.address)

@@ -140,7 +140,8 @@ class AutoConcurrency:
 
 
 def start(groups_per_batch: int, group_size: int, expected_tokens: int) -> AutoConcurrency:
-    """Return the state before any engine is up: N' is the number of requests of one batch."""
+    """Return the state before any engine is up, with the number of requests of one batch as N', the
+    largest number of requests in flight."""
     batch = groups_per_batch * group_size
     return AutoConcurrency(
         batch, group_size, batch, batch, expected_tokens, Window(SETTLING_TURNOVERS[0] * batch)

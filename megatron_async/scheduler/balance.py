@@ -190,7 +190,8 @@ class Placement:
         heap = self._heap
         while True:
             _, running, _, engine = heap[0]
-            if len(engine.running) == running:  # Nothing was submitted to the engine since.
+            # No request was submitted to the engine since this heap item was made.
+            if len(engine.running) == running:
                 return engine
             if engine.max_running is None or engine.has_free_request:
                 load = engine.kv_tokens / engine.kv_capacity

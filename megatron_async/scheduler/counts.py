@@ -37,7 +37,8 @@ class Counts:
             self.filtered_tokens += entry.tokens
 
     def batch(self, groups: Sequence[GroupEntry]) -> None:
-        """Count the tokens of these complete groups, which are emitted as a batch."""
+        """Count the tokens of these complete groups, which the scheduler hands to the trainer as
+        one batch."""
         self.batched_tokens += sum(entry.tokens for group in groups for entry in group.members)
 
 

@@ -191,10 +191,8 @@ class ScorerPool:
         return scores
 
     async def _score(self, job: ScoreJob) -> list[ResponseScore]:
-        """Queue one job of a blocking reward; return its scores once a worker has computed them.
-
-        The number of workers is adapted to the longer queue.
-        """
+        """Queue one job of a blocking reward, and adapt the number of workers to the queue; return
+        the job's scores once a worker has computed them."""
         done: asyncio.Future[list[ResponseScore]] = asyncio.get_running_loop().create_future()
         self._queue.append((job, done))
         self._waiting += 1

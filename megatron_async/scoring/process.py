@@ -73,10 +73,11 @@ class StartHangs(ComponentFailure):
 
 
 class ScorerProcess:
-    """Handle of one scorer process: sends requests to it, receives its replies, ends it.
+    """Handle of one scorer process: sends requests to it through a pipe, receives its replies as
+    packets of a socket, and ends it.
 
     Attributes:
-        stray: Number of packets that were discarded because they were not replies.
+        stray: Number of received packets that were discarded because they were not replies.
         pid: Process ID of the scorer process; 0 until it is known.
         closed: Whether the process accepts no more requests and is to be ended.
         requests: The pipe that requests are written to.

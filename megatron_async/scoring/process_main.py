@@ -5,7 +5,8 @@
 
 The worker (`workers.ScorerWorker`) starts the keeper. The keeper forks the scorer process, and
 kills the processes that the scorer leaves behind. It adopts all orphaned descendants of the scorer
-(Linux "child subreaper"), including those that started a session of their own.
+(Linux "child subreaper"), including those that started a session of their own. It notices when the
+worker closes the pipe (a hang-up), and reports the scorer's end to the worker in the last packet.
 
 Invariants
 - The program imports neither torch nor transformers.
@@ -106,7 +107,8 @@ class _Replies:
 def serve(
     settings: ScorerSettings, run_async: bool, requests: BinaryIO, channel: socket.socket
 ) -> int:
-    """Build the rewards, then score the requests that arrive, until the pipe `requests` ends.
+    """Build the rewards, then score the requests that arrive, until the worker closes the pipe
+    `requests`.
 
     Args:
         settings: The rewards and their limits.
@@ -143,7 +145,8 @@ def _log_file(settings: ScorerSettings) -> Path | None:
 
 
 def _serve_blocking(rewards: dict[int, Reward], requests: BinaryIO, replies: _Replies) -> None:
-    """Score requests by blocking rewards, one request after the other, until the pipe ends."""
+    """Score requests by blocking rewards, one request after the other, until the worker closes the
+    pipe `requests`."""
     while (request := parse_request(requests.readline())) is not None:
         name, wanted = request["id"], request["wanted"]
         reward = rewards[wanted["part"]]
@@ -358,7 +361,9 @@ def main(settings_json: str, kind: str) -> int:
     os.set_blocking(source, False)
     while printed.pump():
         pass
-    channel.settimeout(1.0)  # The socket's queue may be full of stray packets.
+    # Limit the time of sending, because the socket's queue may be full of packets that a reward
+    # function wrote.
+    channel.settimeout(1.0)
     with suppress(OSError):
         tail = printed.tail.decode(errors="replace").strip()
         _Replies(channel).send(reply_packet(END_ID, {"exit_code": code, "output": tail}))

@@ -134,7 +134,8 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, int]:
-        """Numbers of pipeline stages and of tensor-parallel shards of the trainer."""
+        """Numbers of pipeline stages and of tensor-parallel shards of the trainer; of equally fast
+        plans the planner prefers the smallest pair."""
         return self.trainer.complexity
 
     @property
@@ -472,9 +473,9 @@ def _tensor_sizes(config: SimulationConfig, gpus: int) -> list[int]:
 def _engine_plan(
     config: SimulationConfig, workload: _Workload, count: int, tensor: int, trainer_bytes: float
 ) -> EnginePlan | None:
-    """Return a plan for `count` engines of tensor-parallel size `tensor`, with the smallest
-    sufficient number of requests in flight; None if the KV cache is too small for the longest
-    response.
+    """Return a plan for `count` engines of tensor-parallel size `tensor`, with the fewest requests
+    in flight that give `ENOUGH_THROUGHPUT` of the largest throughput; None if the KV cache is too
+    small for the longest response.
 
     Args:
         config: Settings of the run and the simulation.
@@ -552,11 +553,10 @@ def _generation_seconds(
 def _smallest_sufficient(
     config: SimulationConfig, costs: RooflineEngine, workload: _Workload, count: int, limit: int
 ) -> tuple[int, float]:
-    """Return the smallest number of running requests per engine with enough speed, and the seconds
-    to generate a batch with it.
+    """Return the smallest number of running requests per engine that gives `ENOUGH_THROUGHPUT` of
+    the largest throughput, and the seconds to generate a batch with it.
 
-    Numbers are tried in steps of 5 % up to `limit`. Enough is `ENOUGH_THROUGHPUT` of the best
-    speed.
+    Numbers are tried in steps of 5 % up to `limit`.
     """
     grid = sorted({*(min(limit, math.ceil(1.05**i)) for i in range(400)), limit})
     seconds = [_generation_seconds(config, costs, workload, count, batch) for batch in grid]

@@ -105,15 +105,15 @@ def decode_seconds(arrivals: list[list[Arrival]]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Load:
-    """Result of a measurement under load, in which `batch` clients send one request after the
-    other.
+    """Result of a measurement under load, in which each of `batch` clients sends its next request
+    when the previous one has ended.
 
     Attributes:
         batch: Number of clients.
         seconds: Length of the measured time.
         requests: Number of requests that ended in it.
         tokens: Number of tokens that arrived in it.
-        kv_tokens: Mean number of tokens of the whole batch in the KV cache.
+        kv_tokens: Mean number of tokens in the KV cache, of all running requests together.
     """
 
     batch: int

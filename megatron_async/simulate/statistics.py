@@ -174,7 +174,7 @@ class Statistics:
                 trained.
         """
         if mask_before is not None:
-            versions = [[run for run in written if run[0] >= mask_before] for written in versions]
+            versions = [[span for span in spans if span[0] >= mask_before] for spans in versions]
         tokens: dict[int, int] = {}
         for version, count in itertools.chain.from_iterable(versions):
             lag = step - version
@@ -182,8 +182,8 @@ class Statistics:
         total = sum(tokens.values())
         lag_sum = float(sum(lag * count for lag, count in tokens.items()))
         of_tokens = (total, lag_sum, max(tokens, default=0), total - tokens.get(0, 0))
-        # The first span has the trajectory's oldest trained version, as versions never decrease.
-        samples = [self._trained.between(written[0][0], step) for written in versions if written]
+        # The first span of a trajectory has its oldest trained version, as versions never decrease.
+        samples = [self._trained.between(spans[0][0], step) for spans in versions if spans]
         of_samples = (len(samples), sum(samples), max(samples, default=0))
         self._trained.add(len(versions))
         self.lags.append(BatchLag(step, *of_tokens, *of_samples))

@@ -475,13 +475,15 @@ class TrajectoryStore:
         return self._writer.position
 
     async def checkpoint_finalized(self, step: int, kept: Sequence[PolicyVersion]) -> None:
-        """Record that the checkpoint of `step` is finalized, and start compaction of the database.
+        """Record that the checkpoint of `step` is finalized, and start to move trajectories that no
+        restorable checkpoint needs from the database to the export file.
 
-        Compaction runs in the background. Call this once the checkpoint's manifest is on disk.
-        Waits for an earlier compaction.
+        This compaction runs in the background; the call only waits for an earlier one. Call this
+        once the checkpoint's manifest is on disk.
 
         Args:
-            step: Step of the checkpoint, on the current lineage.
+            step: Step of the checkpoint, which this start or resume of the run (the current
+                lineage) has saved.
             kept: All checkpoints that can still be restored; trajectories that they need are not
                 removed from the database.
 
@@ -538,7 +540,11 @@ class TrajectoryStore:
         return [self.load_group(group.group_id) for group in self._state.live_groups()]
 
     def branch_points(self) -> dict[int, int]:
-        """Return the last policy number that each other lineage shares with the current lineage."""
+        """Return for every other lineage the last policy number that it shares with the current
+        lineage.
+
+        A lineage is the part of the run from a start or resume to the next resume.
+        """
         return dict(self._branch_points)
 
     def lag_number(self, version: PolicyVersion) -> int:

@@ -110,7 +110,7 @@ class Task(Protocol):
         """Return the `count` training prompts from `position` on, in the task's fixed order."""
 
     def eval_prompts(self, count: int, name: str = HELDOUT) -> list[Prompt]:
-        """Return the first `count` prompts of the evaluation set `name`, without repetitions.
+        """Return the first `count` prompts of the evaluation set `name`, all of different problems.
 
         `count` 0 means all prompts that the set has.
         """
@@ -158,7 +158,8 @@ class Task(Protocol):
 
 
 class Dataset(Protocol):
-    """Interface of a generated data set: problems by index, and a function that scores answers."""
+    """Interface of a data set whose problems are generated: problems by index, and a function that
+    scores answers."""
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         """Return problem `index` as a mapping with `question`, `answer` and `metadata`."""

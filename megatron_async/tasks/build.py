@@ -76,7 +76,8 @@ def build_source(
         config: The settings under `task`.
         elsewhere: Keys (`Problem.key`) of problems in evaluation sets, which must not be trained
             on.
-        prompts: If given, rows of files that it cannot render as prompts count as bad rows.
+        prompts: If given, rows of files that it cannot render as prompts count as bad rows, which
+            `task.bad_rows` refuses or skips.
 
     Raises:
         UserError: If a setting or a data file is not usable.

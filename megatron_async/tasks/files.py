@@ -222,7 +222,8 @@ class FileProblems:
     Args:
         config: The settings under `task`.
         elsewhere: Keys (`Problem.key`) of problems in evaluation sets, which are never trained on.
-        prompts: If given, rows that it cannot render as prompts count as bad rows.
+        prompts: If given, rows that it cannot render as prompts count as bad rows, which
+            `task.bad_rows` refuses or skips.
     """
 
     def __init__(

@@ -184,7 +184,8 @@ class Columns:
     ) -> tuple[str, Any]:
         """Return name and value of the first of the columns `names` that exists in the row.
 
-        `setting` is the setting that can name another column, for the error message.
+        For the error message, `where` is the file and line of the row, and `setting` the setting
+        that can name another column.
 
         Raises:
             UserError: If none of the columns exists.

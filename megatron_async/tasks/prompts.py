@@ -273,7 +273,8 @@ class PromptRenderer:
 def check_vocabulary(ids: IntArray | list[int], vocabulary: int | None, tokenizer: Any) -> None:
     """Raise a UserError if the model has no embedding for one of the tokens in `ids`.
 
-    `vocabulary` is the number of tokens that the model has embeddings for; None if it is not known.
+    `vocabulary` is the number of tokens that the model has embeddings for; if it is None (unknown),
+    nothing is checked. `tokenizer` decodes the token for the message.
     """
     highest = int(np.max(ids)) if len(ids) else 0
     if vocabulary is not None and highest >= vocabulary:

@@ -39,8 +39,8 @@ _BATCH_ROWS: Final = 1000
 _IN_MEMORY_BYTES: Final = 64 << 20
 _SUFFIXES: Final = (".parquet", ".jsonl", ".json", ".ndjson", ".arrow")
 _COMPRESSED: Final = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
-# Matches number and total of a shard, also if a hash follows: train-00000-of-00002.parquet,
-# part_1_of_4.jsonl.
+# Matches number and total of a shard at the end of a file name without its suffix, also if a hash
+# follows. Examples of file names: train-00000-of-00002.parquet, part_1_of_4.jsonl.
 _SHARD: Final = re.compile(r"(?:^|[-_.])(\d+)[-_.]of[-_.](\d+)(?:[-_.][0-9a-f]{6,})?$")
 # Matches file names that do not name a split, so that the name of their folder does:
 # part-00000.parquet, 0.parquet.
@@ -92,7 +92,7 @@ def open_rows(path: str, split: str, setting: str) -> Rows:
 
 
 def data_files(path: str, split: str, setting: str) -> list[Path]:
-    """Return the files that have the rows of `path`, in order.
+    """Return the files that have the rows of `path`, in the order of the rows.
 
     Raises:
         UserError: If there are none, or they do not form one complete split.
@@ -184,7 +184,7 @@ def _file(file: Path, setting: str) -> Rows:
 
 
 def _directory(folder: Path, split: str, setting: str) -> list[Path]:
-    """Return the data files in `folder` that belong to `split`, in order.
+    """Return the data files in `folder` that belong to `split`, in the order of their rows.
 
     Raises:
         UserError: If there are none, if the split is ambiguous, or if shards are missing.
@@ -215,7 +215,8 @@ def _directory(folder: Path, split: str, setting: str) -> list[Path]:
 
 
 def _data_files(folder: Path) -> list[Path]:
-    """Return the data files below `folder`, in order, without hidden files and hidden folders.
+    """Return the data files below `folder`, sorted by path, without hidden files and hidden
+    folders.
 
     A compressed file counts as data unless its decompressed copy is next to it.
     """

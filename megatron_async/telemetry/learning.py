@@ -260,13 +260,14 @@ class LearningWatch:
 
 
 class UnreachedThreshold:
-    """Emits one warning if no reward of the run has reached the threshold `eval.solved_at`.
+    """Emits one warning if no reward of the run, of training or of an evaluation, has reached the
+    threshold `eval.solved_at`.
 
     A run without any positive reward gets the warning `zero_reward` instead.
 
     Args:
         solved_at: The setting; None if nothing depends on it.
-        before: Metrics of the steps before a resume.
+        before: Metrics of the steps that were trained before a resume.
         evaluated: Largest rewards of the evaluations before a resume.
     """
 
@@ -283,7 +284,8 @@ class UnreachedThreshold:
             self._count(metrics)
 
     def _count(self, metrics: Metrics) -> None:
-        """Count a trained step and its largest reward."""
+        """Count a trained step, and keep the step's largest reward if no earlier reward is
+        larger."""
         if "reward/max" in metrics:
             self._steps += 1
             self._largest = max(self._largest, metrics["reward/max"])

@@ -119,12 +119,13 @@ def _steps_before(directory: RunDirectory, step: int) -> list[dict[str, float]]:
 def _threshold(
     config: RunConfig, directory: RunDirectory, before: Sequence[Mapping[str, float]]
 ) -> UnreachedThreshold:
-    """Return the check that warns when no reward reaches the threshold `eval.solved_at`.
+    """Return the check that warns when no reward, of training or of an evaluation, reaches the
+    threshold `eval.solved_at`.
 
     Args:
         config: The run's settings.
-        directory: The run directory, whose metrics hold the rewards of earlier evaluations.
-        before: Metrics of the steps before this start.
+        directory: The run directory, from which the rewards of earlier evaluations are read.
+        before: Metrics of the steps that were trained before this start, whose rewards count too.
     """
     counts = bool(config.eval_sets() or config.task.difficulty.pools)
     evaluated = read_metrics(directory.metrics_file, kind="eval") if before else []

@@ -185,8 +185,8 @@ class TrainLoop:
     # ------------------------------------------------------------ weights
 
     def _publish(self) -> UpdateReport:
-        """Send the current weights to the engines and verify them; start over if the manager is
-        lost."""
+        """Send the current weights to the engines and verify that the engines use them; start over
+        if the manager is lost."""
         while True:  # ends as in `_ask`; a lost manager loses its engines too, so repeat everything
             try:
                 return self._publish_once()
@@ -194,7 +194,8 @@ class TrainLoop:
                 self._attach_again()
 
     def _publish_once(self) -> UpdateReport:
-        """Send the current weights to the engines, verify them if due, and evaluate if due.
+        """Try once to send the current weights to the engines; then, if due, verify that the
+        engines use these weights, and evaluate the policy.
 
         Raises:
             ManagerLost: The rollout manager died during the update.

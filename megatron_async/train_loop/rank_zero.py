@@ -23,7 +23,11 @@ _SLACK_SECONDS = 120.0
 
 
 def patience_seconds(config: RunConfig) -> float:
-    """Return the time limit for waiting on rank 0: longer than any limit that rank 0 has itself."""
+    """Return the time limit of other ranks that wait for rank 0.
+
+    It is longer than any limit that rank 0 has itself, so that rank 0 fails first and reports the
+    cause.
+    """
     return _SLACK_SECONDS + max(
         config.trainer.wait_for_batch_seconds,
         config.engines.start_timeout_seconds,

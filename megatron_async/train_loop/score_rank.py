@@ -119,8 +119,8 @@ def score(config: RunConfig, rows: Path | str, out: Path) -> None:
 
 
 def _chunks(sequences: Iterator[WorkedExample], min_tokens: int) -> Iterator[list[WorkedExample]]:
-    """Group neighboring sequences into lists of at least `min_tokens` tokens; the last may have
-    fewer."""
+    """Group neighboring sequences into lists of at least `min_tokens` response tokens; the last may
+    have fewer."""
     chunk: list[WorkedExample] = []
     tokens = 0
     for sequence in sequences:

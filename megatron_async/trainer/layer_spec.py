@@ -64,7 +64,8 @@ def _submodules(spec: Any) -> Any:
 
 
 def _local_layer_spec(architecture: Architecture) -> ModuleSpec:
-    """Return the spec of a local layer: Megatron's modules with packed attention and RMSNorm."""
+    """Return the spec of a local layer, one that needs no Transformer Engine: Megatron's modules
+    with this project's packed attention and RMSNorm."""
     qk_norm = RMSNorm if architecture.qk_norm else IdentityOp
     row_linear = RowParallelLinearNorm if architecture.post_norms else RowParallelLinear
     return ModuleSpec(

@@ -7,7 +7,8 @@ While the trainer trains, all of its tensors are.
 Invariants
 - A tensor's values survive bit for bit, and so do all views of it: its storage is emptied and
   filled again, never replaced (Megatron's parameters, buckets and shards are views of buffers).
-- Gradients are the exception: every update zeroes them first, so their memory is only freed.
+- Gradients are the exception: every optimizer update zeroes them first, so their memory is freed
+  without a copy.
 - Nothing may read a tensor while it is off the device: an emptied storage has no bytes.
 - Tensors that are in host memory anyway (on a CPU, all of them) are not moved.
 """

@@ -156,7 +156,9 @@ def number_on_lineage(
 
 
 def _trainable(trajectory: Trajectory) -> list[tuple[BranchSpan, ...]]:
-    """Return the branches of a trajectory.
+    """Return the branches of a trajectory, each of which is one sequence to train on.
+
+    A branch is a path through the turns of an episode; a trajectory without turns is one branch.
 
     Raises:
         ValueError: If the trajectory has no reward or an empty prompt, so that it cannot be trained

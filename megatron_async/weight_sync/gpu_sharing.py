@@ -4,8 +4,8 @@ Invariants
 - Rank r trains on the r-th GPU of the machine. Engine e generates on the next `engines.tensor` GPUs
   after those of the engines before it; its tensor rank j is on the j-th of them.
 - So each tensor rank of an engine shares its GPU with one trainer rank, and that rank sends to it.
-  A handle of CUDA memory can only be opened by a process that sees the GPU, and an engine sees only
-  its own GPUs.
+  The weights are passed as handles of CUDA memory. Only a process that sees the GPU can open such
+  a handle, and an engine sees only its own GPUs.
 """
 
 
@@ -19,15 +19,19 @@ def engine_on(rank: int, count: int, tensor: int) -> int | None:
 
 
 def trainer_ranks_of(engine: int, tensor: int) -> list[int]:
-    """Return the trainer ranks on the GPUs of an engine, in the order of the engine's tensor
-    ranks."""
+    """Return the trainer ranks on the GPUs of engine number `engine`, in the order of the engine's
+    tensor ranks.
+
+    `tensor` is the number of GPUs of an engine.
+    """
     return list(range(engine * tensor, (engine + 1) * tensor))
 
 
 def gpus_of(engine: int, tensor: int, visible: str | None) -> list[str]:
-    """Return the names of the GPUs of an engine.
+    """Return the names of the GPUs of engine number `engine`.
 
-    `visible` is the machine's CUDA_VISIBLE_DEVICES; if it is None or empty, the names are numbers.
+    `tensor` is the number of GPUs of an engine. `visible` is the machine's CUDA_VISIBLE_DEVICES; if
+    it is None or empty, the names are numbers.
     """
     places = trainer_ranks_of(engine, tensor)
     if not visible:

@@ -91,7 +91,8 @@ def make_sender(
 
 
 class Leaders:
-    """Trainer ranks that have a sender each, with their own gloo group.
+    """The leaders, which are the trainer ranks that send weights to engines, and the gloo group in
+    which they communicate.
 
     Construct it on every rank, in the same order as other groups; only the leaders use it.
     """
@@ -147,8 +148,8 @@ class StageLeaders(StageOrder, Leaders):
 
 
 class SharedGpus(StageOrder, Leaders):
-    """Leaders for engines on the GPUs of trainer ranks: one for each engine, none waits for
-    another.
+    """Leaders (sending ranks) for engines on the GPUs of trainer ranks: one for each engine. No
+    leader waits for another.
 
     Construct it on every rank, in the same order as other groups.
     """
@@ -256,9 +257,8 @@ class WeightPublisher:
         """Remove files published by earlier processes; call this once an update is verified."""
         if isinstance(self._sender, DiskSender):
             self._sender.settle()
-        elif (
-            self._sender is not None
-        ):  # An earlier launch with another transport may have published here.
+        elif self._sender is not None:
+            # Remove what an earlier launch with another transport may have published.
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def close(self) -> None:

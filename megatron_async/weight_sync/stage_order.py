@@ -1,9 +1,10 @@
 """Lets the senders of a trainer's pipeline stages send to the engines one after the other.
 
-The leader of each stage gathers and sends the layers of its stage over its own connection. Engines
-process requests in the order of arrival, and that order must be the same on all engines: if two
-groups entered broadcasts in different orders, they would wait for each other forever. Therefore a
-token passes from stage to stage. Gathering a first bucket, and writing files, need no token.
+The leader of each stage (its first rank) gathers and sends the layers of its stage over its own
+connection. Engines process requests in the order of arrival, and that order must be the same on all
+engines: if two groups entered broadcasts in different orders, they would wait for each other
+forever. Therefore a token passes from stage to stage. Gathering a first bucket, and writing files,
+need no token.
 
 Invariants
 - The previous stage passes its token on exactly once for each `take`, also after it has failed.
@@ -43,8 +44,8 @@ class StageToken:
 
 
 class StageOrder:
-    """The position of a leader in the order of senders; this class is the order of a single
-    sender."""
+    """The position of one sender in the order in which the senders of the pipeline stages send;
+    this class is for a single sender, which waits for no other."""
 
     index = 0
     last = True

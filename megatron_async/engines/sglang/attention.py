@@ -9,7 +9,7 @@ Invariants
 - Only plain self-attention decode is batched; cross-attention and prefill use SGLang's own code.
   Sliding windows are masked as in SGLang: a token sees the `window` tokens before itself.
 - A padded position never affects the result. Its score is -inf, and its value is finite, since
-  padding points at slot 0 of the pool, which is a real slot.
+  padding points at slot 0 of the KV cache, which is a real slot.
 - The memory of a step is bounded. Requests are sorted by length, so that short ones are not padded
   to long ones, and processed in blocks of at most `_BLOCK_BYTES` of gathered keys. That is about
   what the cache of a core has room for; larger blocks were measured slower.

@@ -37,7 +37,8 @@ def in_two_draws(
 def _draw(weights_SN: torch.Tensor) -> torch.Tensor:
     """Draw an index for each row, in proportion to its weights."""
     cumulative_SN = weights_SN.cumsum(-1, dtype=torch.float64)
-    # The point is at most 1 - 2^-53 of the sum, and stays below the sum after rounding.
+    # A float64 random number is at most 1 - 2^-53, so even after rounding the point is below the
+    # sum of the weights, and the search finds an index.
     point_S1 = torch.rand_like(cumulative_SN[:, -1:]) * cumulative_SN[:, -1:]
     index_S1 = torch.searchsorted(cumulative_SN, point_S1, right=True)
     return index_S1.clamp_(max=weights_SN.shape[1] - 1).view(-1)

@@ -53,7 +53,7 @@ class BadReport(ValueError):
 
 
 class Refusal(BadReport):
-    """SGLang rejects the request as invalid; the exception contains the reason."""
+    """Error of a request that SGLang rejects as invalid; the exception contains the reason."""
 
 
 def refusal_of(status: int, message: str, retryable: bool = False) -> BadReport:

@@ -31,7 +31,11 @@ def join(original: Callable[..., Any], updater: Any, *given: Any, **named: Any) 
 
 
 class AheadHooks:
-    """The hooks of one engine process, and their state between two buckets."""
+    """Hooks around SGLang's weight updater in one engine process: while SGLang loads a bucket
+    (tensors that are sent together), the next one is already received.
+
+    The object keeps the posted receives, and the groups of the current update.
+    """
 
     def __init__(self) -> None:
         self._ahead = BucketPrefetcher()

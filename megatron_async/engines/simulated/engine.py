@@ -43,8 +43,8 @@ class SimulatedEngineModel:
 
     A step takes `step_seconds` plus `seconds_per_request` times the number of running requests.
     Without `ignore_eos`, each token after the first ends the response with probability 1 /
-    `mean_length`. `columns` are further columns that it reports; each byte of a value is the lowest
-    byte of the token.
+    `mean_length`. `columns` are the dtypes of further values that the engine reports for each
+    token; every byte of such a value equals the lowest byte of the token's ID.
     """
 
     vocab_size: int = 128

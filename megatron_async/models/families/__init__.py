@@ -36,7 +36,7 @@ class Family:
 
 @cache
 def families() -> dict[str, Family]:
-    """Return every family of this package by its `model_type`."""
+    """Return every model family that this package defines, by its `model_type` in config.json."""
     found: dict[str, Family] = {}
     for module_info in pkgutil.iter_modules(__path__):
         family: Family = importlib.import_module(f"{__name__}.{module_info.name}").FAMILY
@@ -45,7 +45,7 @@ def families() -> dict[str, Family]:
 
 
 def family_of(name: str) -> Family:
-    """Return the family that `name` names: a `model_type` of this package, or an import path.
+    """Return the model family that `name` names: a `model_type` of this package, or an import path.
 
     Raises:
         UserError: If the import path does not lead to a `Family`.

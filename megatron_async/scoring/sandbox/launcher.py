@@ -221,7 +221,8 @@ def _refuse_calls() -> None:
     steps += [(least, 0, 1, 1 << 30), refuse]
     for number in refused:
         steps += [(equal, 0, 1, number), refuse]
-    # A filter cannot see the arguments of clone3. Without clone3, the C library uses clone.
+    # Let clone3 fail as if it did not exist, because a filter cannot see its arguments. The C
+    # library then uses clone, whose flags are checked next.
     steps += [(equal, 0, 1, _CLONE3), (end, 0, 0, _NOT_THERE)]
     steps += [(equal, 0, 3, clone), (load, 0, 0, 16), (bits, 0, 1, _NEWUSER), refuse]
     steps.append((end, 0, 0, _ALLOW))
@@ -247,7 +248,8 @@ def _exec(spec: dict[str, Any], home: str) -> None:
         try:
             _refuse_calls()
         except OSError:
-            if spec["namespaces"]:  # Without namespaces, missing isolation is already reported.
+            # Without namespaces, the caller was already told that isolation is missing.
+            if spec["namespaces"]:
                 raise
     os.closerange(3, 1 << 16)
     environment = {

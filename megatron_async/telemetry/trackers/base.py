@@ -47,7 +47,7 @@ class TrackedRun:
 
     @property
     def label(self) -> str:
-        """Name of the run, with its stage if there is one."""
+        """Name of the run, followed by `stage` if that is not empty."""
         return f"{self.name}-{self.stage}" if self.stage else self.name
 
     def id_file(self, tracker: str) -> Path:

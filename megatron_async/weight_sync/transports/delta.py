@@ -70,7 +70,8 @@ class _StageWriter(ShardWriter):
         super().__init__(whole, stage)
         self._delta = delta
         self._base = base
-        # None if this stage has no differences, because the base lacks one of its shards.
+        # Differences of this stage's shards from the base (the previous version), by shard name.
+        # None if the stage has none, because there is no base or the base lacks one of its shards.
         self.files: dict[str, ShardRecord] | None = None if base is None else {}
 
     def write(self, bucket: Bucket) -> tuple[str, bytes]:
@@ -133,10 +134,11 @@ class DeltaSender(DiskSender):
             raise
 
     def _find_base(self, name: str) -> Path | None:
-        """Return the directory of the newest other version that is published whole, to compute
-        differences from.
+        """Return the directory of the newest other version that was completely published, to
+        compute differences from.
 
-        None if there is none, or if the next version must be whole (`FULL_EVERY`).
+        None if there is none, or if the next version must be sent without differences (every
+        `FULL_EVERY`-th).
         """
         if self._in_a_row + 1 >= FULL_EVERY:
             return None

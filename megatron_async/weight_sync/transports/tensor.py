@@ -47,7 +47,7 @@ class _HandlePickler(pickle.Pickler):
     """Pickles CUDA tensors as IPC handles whose device is a UUID, and everything else by value.
 
     It is not a ForkingPickler, because that class shares CPU tensors through a socket, which kills
-    the server.
+    SGLang's server.
     """
 
     def reducer_override(self, value: Any) -> Any:
