@@ -95,7 +95,8 @@ def _blocks(total: int, size: int) -> list[tuple[int, int]]:
 def _scaled_logits(
     problem: HeadProblem, buffers: _Buffers, hidden_CD: Tensor, weight_BD: Tensor
 ) -> Tensor:
-    """Compute hidden · weightᵀ / temperature for one block, [C, B], in the first buffer."""
+    """Compute hidden · weightᵀ / temperature for C tokens and B rows of the vocabulary, [C, B], in
+    the first buffer."""
     logits_CB = buffers.first(hidden_CD.shape[0], weight_BD.shape[0])
     torch.mm(hidden_CD, weight_BD.t(), out=logits_CB)
     if problem.inv_temperature != 1.0:

@@ -136,7 +136,11 @@ class HeadGrads:
 
 class HeadKernels(Protocol):
     """Interface of a backend of `token_logprob`: statistics for the forward pass and gradients for
-    the backward pass, both on one shard."""
+    the backward pass.
+
+    Both methods compute the share of one tensor rank, which may have only some of the vocabulary's
+    rows.
+    """
 
     def stats(self, problem: HeadProblem, *, want_entropy: bool) -> HeadStats: ...
 

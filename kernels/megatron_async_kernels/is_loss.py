@@ -89,8 +89,8 @@ def is_loss(
 
 
 def _contiguous(inputs: LossInputs) -> LossInputs:
-    """Return the streams with stride 1, as the kernels index them; contiguous tensors are not
-    copied."""
+    """Return `inputs` with every tensor at stride 1, as the kernels index it; contiguous tensors
+    are not copied."""
     tensors = {n: t.contiguous() for n, t in vars(inputs).items() if isinstance(t, torch.Tensor)}
     return replace(inputs, **tensors)
 

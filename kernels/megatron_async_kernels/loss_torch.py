@@ -103,7 +103,13 @@ def policy_loss(
 def _differentiated(
     own: OwnLoss, inputs: LossInputs, scale_T: torch.Tensor, check: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Call a user-defined loss and differentiate it with autograd.
+    """Call the user-defined loss `own` and differentiate it with autograd.
+
+    Args:
+        own: The loss.
+        inputs: The microbatch.
+        scale_T: Factor of each token's loss; 0 at tokens that are not trained.
+        check: Whether to raise NonFiniteError if the loss is not finite at a trained token.
 
     Returns:
         The scaled loss of each token, and the gradients of its sum with respect to the log-probs

@@ -19,8 +19,9 @@ from megatron_async_kernels.loss_types import SUM_NAMES, LossConfig, LossInputs
 
 MAX_RULES = 4
 CHUNK = 4096
-# Row of partial results: sums in the order of SUM_NAMES, the count of non-finite tokens, then the
-# four by-lag sums with LAG_STRIDE bins each.
+# Row of partial results: sums in the order of SUM_NAMES, and the count of non-finite tokens. From
+# LAG_OFFSET on, the four sums of LAG_SUM_NAMES follow, each with LAG_STRIDE bins, one for each lag
+# (age of a token in policy versions).
 Columns = namedtuple("Columns", (*SUM_NAMES, "nonfinite"))  # type: ignore[misc]
 AT: Any = Columns(*range(len(SUM_NAMES) + 1))
 LAG_OFFSET = 32

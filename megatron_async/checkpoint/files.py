@@ -31,7 +31,8 @@ PREFIX = "rank_"
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _LENGTH = struct.Struct("<Q")
-_ENTRY_BYTES = 160  # Limit of an entry's bytes without its key: type, shape, two offsets.
+# Upper limit of the bytes of a header's entry without its key: type, shape and two offsets.
+_ENTRY_BYTES = 160
 _BAND_BYTES = 1 << 24
 _OPEN_FILES = 64
 

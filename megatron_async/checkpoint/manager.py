@@ -82,7 +82,8 @@ class CheckpointManager:
         self._config = config
         self._group = group
         self._job: SaveJob | None = None
-        self._pinned = HostBuffers()  # Reused: the previous save has ended by then.
+        # All saves use the same buffers, because each save waits for the end of the previous one.
+        self._pinned = HostBuffers()
         self._first_save = True
         self._finalized: list[Finalized] = []
 
@@ -116,7 +117,8 @@ class CheckpointManager:
             trainer=trainer.progress(),
             extra=dict(extra),
         )
-        manifest.to_json()  # Raises TypeError here, not in the background.
+        # Raise TypeError here if `extra` is not JSON, rather than later in the background.
+        manifest.to_json()
         temporary = self._root / f"{_TEMPORARY_PREFIX}{version}"
         self._make_temporary(temporary, version.number)
         self._job = SaveJob(

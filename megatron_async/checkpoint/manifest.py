@@ -333,10 +333,10 @@ def damaged_after(root: Path | str, step: int) -> dict[Path, str]:
 
 
 def check_manifests(root: Path | str) -> None:
-    """Raise UserError if the newest commit below `root` may be a checkpoint with a damaged
-    manifest.
+    """Raise UserError if a checkpoint below `root` has a damaged manifest and a later step than
+    every readable checkpoint.
 
-    A directory whose writer was killed before the commit has no manifest and is ignored.
+    A directory whose writer was killed before it had finished has no manifest and is ignored.
     """
     kept = [checkpoint.step for checkpoint in _scan(root)[0]]
     for path, reason in damaged_after(root, max(kept, default=-1)).items():

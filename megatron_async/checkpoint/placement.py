@@ -91,7 +91,9 @@ def incompatibility(manifest: Manifest, a: Architecture, optimizer: str | None) 
     """
     required = tensor_shapes(a, optimizer)
     saved = {name: t.shape for name, t in manifest.tensors.items() if optimizer or name in required}
-    for name in sorted(required.keys() | saved, reverse=True):  # Weights before Adam's moments.
+    # In reverse order, `weights/...` comes before Adam's moments (`exp_avg/...`), so that a
+    # difference is reported for a weight, whose name users know.
+    for name in sorted(required.keys() | saved, reverse=True):
         if saved.get(name) != required.get(name):
             shapes = (saved.get(name, "none"), required.get(name, "none"))
             return f"tensor {name} has shape {shapes[0]}; the model requires {shapes[1]}"
@@ -180,7 +182,8 @@ def _bands(
         yield range(half), (rank * half, 0), width
         yield range(half, 2 * half), ((size + rank) * half, 0), width
     else:
-        share = -(-rows // size)  # Only a vocabulary may not be divisible, and is padded.
+        # Only the rows of a vocabulary may not be divisible by `size`; its last shards are padded.
+        share = -(-rows // size)
         first = min(rank * share, rows)
         yield range(min(share, rows - first)), (first, 0), width
 

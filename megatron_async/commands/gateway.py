@@ -122,7 +122,11 @@ class ServedPolicy:
         return call
 
     async def _generate(self, call: Call, request: ChatCall, number: int) -> None:
-        """Generate a response to `request` and set it, or the error, as the reply of `call`."""
+        """Generate a response to `request` and set it, or the error, as the reply of `call`.
+
+        Args:
+            number: Serial number of the call, used as the name of the engine's request.
+        """
         name = f"gateway-{number}"
         try:
             codec = self._codecs.of(request.tools)

@@ -108,8 +108,13 @@ def _write_files(directory: Path, kind: str, model: Path | None, about_model: st
 
 
 def _write_model(path: Path, kind: str, model: Path | None) -> str:
-    """Write the project's model to `path`, unless the user has given one; return a message about
-    it."""
+    """Write a model to `path` for the new project: a copy of the quickstart's model or, without
+    that, a tiny model with random weights. Return a message about the model.
+
+    Args:
+        kind: Template of the project (`reward`, `tools` and others).
+        model: The user's own model; then no model is written.
+    """
     from megatron_async.models.tiny_model import build_tiny_model
 
     if model is not None:

@@ -386,7 +386,8 @@ def job_script(
         f"--output={str(directory.logs).replace('%', '%%')}/job-%j.log",
         *([f"--gpus-per-node={cluster.gpus_per_node}"] if cluster.gpus_per_node else []),
         "--exclusive",
-        "--mem=0",  # all memory of the node; Slurm's default may be a small part
+        # Request all memory of the node, because Slurm's default may be a small part of it.
+        "--mem=0",
         *cluster.sbatch_options,
     ]
     # Slurm parses shell quotes, but a backslash inside them still escapes the next character.

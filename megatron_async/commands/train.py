@@ -150,7 +150,8 @@ def _checked(config: RunConfig, directory: RunDirectory) -> tuple[PreflightResul
     check_one_machine(config)
     machine = Machine.here(config)
     derived = derive(config, machine)
-    with gc_disabled():  # imports the packages of tasks and tokenizers
+    # The checks import the packages of tasks and tokenizers, which is faster without collections.
+    with gc_disabled():
         checked = check_run(derived.config)
     notices = allocator_notices(derived.config, machine.device, os.environ)
     checked = replace(checked, notices=(*derived.changes(), *notices, *checked.notices))

@@ -49,7 +49,7 @@ File = TypeVar("File", bound=FileConfig)
 
 
 class SourceConfig(FileConfig):
-    """One of several training files."""
+    """One of several training files, and its share of the prompts."""
 
     weight: float = Field(1.0, gt=0)
     """Weight of the file; its share of the prompts is this weight divided by the sum of all

@@ -57,7 +57,12 @@ def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_yaml(path: Path, depth: int = 0) -> dict[str, Any]:
-    """Read a YAML mapping, merged over the mapping of its `base:` file, which is relative to it.
+    """Read a YAML mapping, merged over the mapping of its `base:` file, whose path is relative to
+    it.
+
+    Args:
+        depth: Number of files that have led to this one by `base:`; it is limited, so that files
+            which name each other end with an error.
 
     Raises:
         UserError: If a file cannot be read or is invalid.
@@ -81,9 +86,9 @@ def read_yaml(path: Path, depth: int = 0) -> dict[str, Any]:
     if not isinstance(base, str):
         raise UserError(f"{what}: `base` is {short_repr(base)}; it must name a file")
     below = read_yaml(path.parent / base, depth + 1)
-    return merge(
-        below.get(_EXPLICIT, below), content
-    )  # If it is a run's file, only its explicit settings.
+    # Of a run's config.yaml, only the explicit settings are used, because the others were derived
+    # for that run.
+    return merge(below.get(_EXPLICIT, below), content)
 
 
 def parse_override(text: str) -> dict[str, Any]:
@@ -286,7 +291,9 @@ def with_settings(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
     nested: dict[str, Any] = {}
     for name, value in plain.items():
         nested = merge(nested, _nested(name, value))
-    body = config.model_dump(mode="json", exclude_unset=True)  # Unset values may be derived.
+    # Leave out values that are not set, because changes may imply other defaults: `task.path`, for
+    # example, implies `task.kind`.
+    body = config.model_dump(mode="json", exclude_unset=True)
     return _with_changes(body, config.explicit, nested)
 
 

@@ -17,7 +17,7 @@ _KEPT_FREE = 6
 
 
 class TaskConfig(DataConfig):
-    """Source of prompts, and scoring of responses."""
+    """Settings of the task: where prompts come from, and how responses are scored."""
 
     answer_marker: str = ""
     """Mark before the answer; the answer is the text after its last occurrence. Empty = the last

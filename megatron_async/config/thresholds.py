@@ -29,12 +29,14 @@ class ParsedRejection:
 
 
 def parse_weight_threshold(spec: float | str, name: str) -> tuple[float | None, float]:
-    """Parse a threshold of importance weights; return the lower bound, if any, and the upper bound.
+    """Parse a threshold of importance weights, a number or a text `low_high` such as `0.5_2`;
+    return the lower bound (None for a single number) and the upper bound.
 
-    `name` is the setting that an error names.
+    Args:
+        name: Name of the setting, for error messages.
 
     Raises:
-        ValueError: If the threshold is invalid.
+        ValueError: If a bound is not a positive number, or the lower one exceeds the upper one.
     """
     low_text, separator, high_text = str(spec).strip().partition("_")
     if not separator:

@@ -180,7 +180,8 @@ class HostedEngines:
             ComponentFailure: If the engine does not start.
         """
         begun = self._begun.pop(index, None)
-        return await (begun or self._launch(index))  # Its calls have time limits.
+        # No time limit is needed here, because every call of `_launch` has one.
+        return await (begun or self._launch(index))
 
     async def _launch(self, index: int) -> RelayedEngine:
         await self.stop(index)

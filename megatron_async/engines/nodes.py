@@ -70,7 +70,9 @@ def node_address() -> str:
         )
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
         try:
-            opened.connect(("192.0.2.1", 9))  # Connecting a UDP socket sends nothing.
+            # Connecting a UDP socket sends nothing. It only selects the interface of the default
+            # route, whose address is then read.
+            opened.connect(("192.0.2.1", 9))
             return str(opened.getsockname()[0])
         except OSError:
             return socket.gethostbyname(socket.gethostname())

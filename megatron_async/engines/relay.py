@@ -38,12 +38,15 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import PolicyVersion
 
 _LONGEST_PAUSE_SECONDS = 0.1
-_PAUSE_PER_STREAM_SECONDS = 25e-6  # With 4,096 streams the pause is the longest one.
-_PAUSE_PER_ENGINE_SECONDS = 10e-3  # A message costs the manager about 0.5 ms.
-_PAUSE_OF_ABORTS_SECONDS = 10e-3  # An update waits for the ends of these streams.
-_MAX_STREAMS = 1024  # Streams in one report; with 64 tokens of each it has 0.5 MB.
-_ITEMS_IN_A_TURN = 64  # Items that are processed in one iteration of the event loop.
-_MAX_STARTED = 256  # Requests that one call starts.
+_PAUSE_PER_STREAM_SECONDS = 25e-6  # The pause is longest from 4,000 streams on.
+# A message costs the manager about 0.5 ms, so up to ten engines use 5 % of its time.
+_PAUSE_PER_ENGINE_SECONDS = 10e-3
+# Pause after an abort; short, because a weight update waits until aborted streams have ended.
+_PAUSE_OF_ABORTS_SECONDS = 10e-3
+_MAX_STREAMS = 1024  # Largest number of streams in a report (0.5 MB with 64 tokens each).
+# Number of items that are processed before other tasks of the event loop may run.
+_ITEMS_IN_A_TURN = 64
+_MAX_STARTED = 256  # Largest number of requests that one call starts.
 _NEWS_SECONDS = 5.0
 # A stream that reached its limit waits for an acknowledgment, which comes with the next call.
 _NEWS_SECONDS_UNACKNOWLEDGED = 0.05
@@ -159,17 +162,18 @@ class RelayCalls(Protocol):
 
 
 class Pace:
-    """Pause between two reports of an engine, common to all engines of a run.
+    """Pause between two token reports of an engine; all engines of a run share one `Pace`.
 
-    The pause grows with the number of streams and engines. So the shortest responses of a small run
-    arrive almost immediately, and a large run costs ten messages per second and engine.
+    The pause grows with the number of engines and of streams (responses that are being generated).
+    In a small run, even the shortest responses arrive almost immediately. In a large run, each
+    engine reports ten times per second.
     """
 
     def __init__(self) -> None:
         self.streams = 0
         self.engines = 0
         self.turn = asyncio.Lock()
-        """Of the engine whose report is taken up in this turn of the event loop."""
+        """Held while one engine's report is processed, so that no two are processed at once."""
 
     @property
     def seconds(self) -> float:
@@ -261,7 +265,9 @@ class RelayedEngine(ForwardingClient):
             self._inboxes[stream].put(_NEVER_SENT)
         self._started = [started for started in self._started if started[0] not in streams]
         if self._sending is not None:
-            await asyncio.wait([self._sending])  # An abort that precedes its request is lost.
+            # Wait until the starts of requests are sent, because an abort that precedes its request
+            # is lost.
+            await asyncio.wait([self._sending])
         self._aborted |= self._running.keys() & unwanted.keys()
         # Set first, because streams end before the engine replies to the abort.
         self._hurried.set()
@@ -289,7 +295,9 @@ class RelayedEngine(ForwardingClient):
         while self._started or self._canceled:
             started, self._started = self._started[:_MAX_STARTED], self._started[_MAX_STARTED:]
             canceled: list[int] = []
-            if not self._started:  # A cancellation must not precede the start of its stream.
+            # Send cancellations with the last starts, because none may precede the start of its
+            # stream.
+            if not self._started:
                 canceled, self._canceled = self._canceled, []
             await self._relay.update(started, canceled)
 
@@ -311,7 +319,8 @@ class RelayedEngine(ForwardingClient):
                     if number % _ITEMS_IN_A_TURN == 0:
                         await asyncio.sleep(0)
                 await asyncio.sleep(0)
-            if len(report.runs_R7) < _MAX_STREAMS:  # Otherwise the relay has more items already.
+            # After a full report, request the next one at once, because the relay has more items.
+            if len(report.runs_R7) < _MAX_STREAMS:
                 await self._pause()
 
     async def _pause(self) -> None:

@@ -153,9 +153,8 @@ class ChatCodecs:
         self._parser = parser
         self._cached: dict[str, ChatCodec] = {}
         if parser:
-            CallReader(
-                parser, ()
-            ).check()  # Also imports the parser before a worker limits its memory.
+            # Besides the check, this imports the parser before a worker limits its memory.
+            CallReader(parser, ()).check()
 
     def of(self, tools: str) -> ChatCodec:
         """Return the codec for calls that offer `tools`, their descriptions as JSON (empty: none).

@@ -143,7 +143,8 @@ class Conversation:
             return bytes.fromhex(fallback[1])
         if all(letter in self._byte_of for letter in name):
             return bytes(self._byte_of[letter] for letter in name)
-        return text.encode()  # The token is the replacement character itself.
+        # The decoded text is right: the token is the replacement character itself.
+        return text.encode()
 
     @cached_property
     def _byte_of(self) -> dict[str, int]:

@@ -59,7 +59,8 @@ def environment_builder(name: str, arguments: Mapping[str, Any]) -> Build:
         raise UserError(f"environment.name is {name!r}, which is neither a class nor a function")
     try:
         inspect.signature(found).bind(**arguments)
-    except (TypeError, ValueError) as error:  # Some classes in C have no signature.
+    except (TypeError, ValueError) as error:
+        # The arguments do not fit (TypeError), or a class in C has no signature (ValueError).
         raise UserError(f"environment.arguments do not fit {name!r}: {error}") from error
     # Each object gets a copy of the arguments, because it may change them.
     return lambda: found(**copy.deepcopy(dict(arguments)))

@@ -5,7 +5,7 @@ turn to a last one. A call sends all messages of its conversation again, so it c
 branch whose messages and responses are the first messages of the call.
 
 Invariants
-- The result of a match depends only on the turns that were begun and answered before it.
+- The result of a match depends only on the turns and responses that were recorded before it.
 - Messages are compared as JSON. The IDs of tool calls are left out; everything else must be equal.
 - A call that continues a turn which another call already continued makes a fork.
 """

@@ -71,7 +71,8 @@ def tools_of(environment: Any, name: str) -> dict[str, Tool]:
         if isinstance(found, _NO_METHODS) or inspect.isdatadescriptor(found):
             continue
         if not hasattr(found, "__get__"):
-            continue  # A callable value that is not a method: an alias of a type, a C function.
+            # A callable value that is not a method, such as an alias of a type, is not a tool.
+            continue
         try:
             tool = getattr(environment, method)
         except Exception as error:  # A user's descriptor may raise anything.
@@ -222,7 +223,9 @@ def bound(tools: Mapping[str, Tool], call: ToolCall) -> Callable[[], Any] | str:
     types = argument_types(tool)
     for name, given in arguments.items():
         if given is None and signature.parameters[name].default is None:
-            continue  # An argument such as `count: int = None` may be None against its type.
+            # An argument such as `count: int = None` may be None although its type does not allow
+            # it.
+            continue
         try:
             arguments[name] = converted(types[name], given)
         except ValueError as error:
@@ -253,7 +256,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     text = str(value)
-    if hex(id(value)) in text:  # The default text of an object, with its address.
+    # The default text of an object, which contains its address, tells a policy nothing.
+    if hex(id(value)) in text:
         raise TypeError(
             f"the tool returned a {type(value).__name__}, which is neither text nor JSON"
         )

@@ -169,7 +169,8 @@ class EnvironmentWorker:
         self.reader: CallReader | None = None
         if parser:
             self.reader = CallReader(parser, schemas)
-            self.reader.check()  # Also imports the parser before the worker limits its memory.
+            # Besides the check, this imports the parser before the worker limits its memory.
+            self.reader.check()
         self._stops = frozenset(stops)
         self._threads = Threads(self._episode.threads)
         self._episodes: dict[str, _Episode] = {}

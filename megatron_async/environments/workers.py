@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _START_SECONDS: Final = 180.0
 _CALLS_OF_A_STEP: Final = 5  # step, its tokens, state, get_reward, close
 _MAX_ATTEMPTS: Final = 3
-_MAX_RESTORES: Final = 16  # For one call.
+_MAX_RESTORES: Final = 16  # Largest number of attempts of one call that restore its episode.
 T = TypeVar("T")
 
 
@@ -305,7 +305,8 @@ class EpisodeSessions:
             try:
                 async with self._workers.locked(number, exclusive=lost == _MAX_ATTEMPTS - 1):
                     return await call()
-            except EpisodeUnknown:  # The worker died before this call.
+            except EpisodeUnknown:
+                # The worker died before this call, so the episode is restored in the next attempt.
                 unknown += 1
                 if unknown > _MAX_RESTORES:
                     raise

@@ -1,10 +1,10 @@
-"""Provides the exclusive lock of one process on a file that names the lock's holder.
+"""Provides an exclusive lock on a file, which also names the process that holds the lock.
 
 Invariants
 - The lock (`flock`) ends with its process, however the process ends; the file stays. Between hosts
   the lock works as far as the file system supports it (NFS 4, GPFS, Lustre mounted with `flock`).
-- The lock ends when the last `FileLock` that shares it is closed, even if a child process that is
-  just being started, and has not executed its program yet, still has a copy of the file descriptor.
+- The lock ends when the last `FileLock` that shares it is closed. A child process that is just
+  being started may still have a copy of the file descriptor; that copy does not keep the lock.
 - The holder named in the file is information for people. It has no meaning while the lock is free.
 """
 
@@ -88,7 +88,7 @@ class FileLock:
     """An exclusive file lock, held until this object and all objects that share it are closed."""
 
     def __init__(self, file: int, open_files: set[int]) -> None:
-        """Wrap a locked file descriptor; call `take` instead to acquire a lock.
+        """Wrap a locked file descriptor; call `acquire` instead to acquire a lock.
 
         Args:
             file: The descriptor.

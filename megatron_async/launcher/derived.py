@@ -39,11 +39,13 @@ _SET: Final = "set by a file, the command line, the recipe or the preset"
 
 @dataclass(frozen=True)
 class Machine:
-    """Hardware of one node of a run.
+    """Hardware of a run's nodes, which are assumed to be alike, and the number of nodes that run
+    engines.
 
     Attributes:
         device: Kind of device that the engines use.
-        gpu: Name of the GPU's data sheet; None for a CPU or a GPU without data sheet.
+        gpu: Name of the GPU in the simulator's table of data sheets (`DATA_SHEETS`); None for a CPU
+            or a GPU that is not in the table.
         memory_bytes: Memory of one GPU.
         cores: CPU cores; None if unknown.
         engine_nodes: Number of nodes that run engines.
@@ -64,7 +66,9 @@ class Machine:
         cores = os.cpu_count()
         if resolve_device(config.engines) == "cpu":
             return cls("cpu", cores=cores)
-        if not sees_gpu():  # engines.device requires a GPU; a later check refuses that
+        if not sees_gpu():
+            # engines.device requires a GPU that this machine lacks. A later check reports that;
+            # until then, assume any GPU.
             return replace(cls.of_nodes(1, 1), cores=cores)
         import torch
 

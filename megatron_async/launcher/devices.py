@@ -18,7 +18,8 @@ from megatron_async.errors import UserError
 from megatron_async.process_backends.local import visible_gpus
 from megatron_async.runtime.gpus import sees_gpu
 
-RUNNING_RAY_VARIABLE: Final = "RAY_ADDRESS"  # address of a running cluster
+# Environment variable of Ray: the address of a running cluster.
+RUNNING_RAY_VARIABLE: Final = "RAY_ADDRESS"
 
 
 def uses_ray(config: RunConfig) -> bool:

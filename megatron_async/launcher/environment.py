@@ -27,7 +27,8 @@ from megatron_async.train_loop.rank import BACKEND_VARIABLE
 from megatron_async.train_loop.stop import STOP_FILE_VARIABLE
 
 _TRAINER_DEFAULTS: Final = {
-    # With one thread per core, ranks on one machine would compete with each other and the engines.
+    # By default, each rank would start one thread per core, so that the ranks of a machine would
+    # compete with each other and with the engines.
     "OMP_NUM_THREADS": "1",
     # Tensor parallelism overlaps communication with computation only if there is one hardware
     # queue.

@@ -74,7 +74,9 @@ class Node:
     @contextmanager
     def ray_node(self, *arguments: str) -> Iterator[ChildProcess]:
         """Run `ray start` with these arguments for the duration of the block."""
-        directory = ray_directory()  # created on every node; other nodes get its name from the head
+        # Every node needs the directory, but only the head passes it to Ray: the others get its
+        # name from the head.
+        directory = ray_directory()
         if "--head" in arguments:
             arguments = (*arguments, f"--temp-dir={directory}")
         log = f"ray-{self.session.path.name}-{self.name}-{os.getpid()}.log"
@@ -105,11 +107,14 @@ def run_rollout(node: Node) -> int:
     if node.index > 0:
         return _join_rollout(node)
     with ExitStack() as stack:
-        stack.callback(node.session.close)  # also if the run is refused, because other nodes wait
+        # Close the session even if the run is refused, because other nodes wait for it.
+        stack.callback(node.session.close)
         _take_run(node, stack)
-        stack.callback(node.session.close)  # runs before the run's lock is released
+        # Close it before the run's lock is released, too: callbacks run in reverse order.
+        stack.callback(node.session.close)
         node.use_token()
-        check_probe_tolerance(node.config)  # here, because a login node may have other devices
+        # Checked on this node, because the login node may have other devices.
+        check_probe_tolerance(node.config)
         check_store(node.config, node.directory)
         port = free_port()
         address = f"{node.address}:{port}"

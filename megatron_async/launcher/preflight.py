@@ -418,7 +418,8 @@ def _with_heldout(config: RunConfig, heldout: int) -> PreflightResult:
 
 
 def _check_worked_answers(config: RunConfig) -> PreflightResult:
-    """Check that there are enough worked examples for one batch of fine-tuning."""
+    """Check that there are enough examples (prompts with responses to learn) for one batch of
+    fine-tuning."""
     from megatron_async.tasks import build_task
 
     task = build_task(config.task, config.model.path, config.eval)

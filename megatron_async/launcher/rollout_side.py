@@ -65,7 +65,8 @@ class RolloutSide:
             backend.address,
             name=MANAGER_NAME,
             restarts=config.engines.max_restarts,
-            here=True,  # the database of the trajectory store is on this host's disk
+            # On this host, because the database of the trajectory store is on its disk.
+            here=True,
         )
 
     def status(self) -> dict[str, Any]:

@@ -121,7 +121,8 @@ def new_run(config: RunConfig, what: str, *, resumable: bool = True) -> Iterator
                 with hold_run_lock(directory, what):
                     moved = directory.set_aside()
                 logger.warning("moved an earlier failed start of %s to %s", what, moved)
-            if not directory.config_file.exists():  # otherwise `create` refuses the directory
+            # Lock the directory, unless it has a config.yaml: then `create` below refuses it.
+            if not directory.config_file.exists():
                 with writing(directory.path, "run directory"):
                     directory.path.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(hold_run_lock(directory, what))
@@ -159,9 +160,9 @@ def _lock(directory: RunDirectory, holder: Holder) -> Iterator[None]:
         try:
             yield
         finally:
-            with contextlib.suppress(
-                OSError
-            ):  # a stale file does no harm once its process has ended
+            # A file that cannot be removed does no harm: once the process that it names has ended,
+            # the run counts as free.
+            with contextlib.suppress(OSError):
                 directory.lock_file.unlink(missing_ok=True)
         return
     with contextlib.closing(lock):

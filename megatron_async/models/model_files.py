@@ -329,7 +329,6 @@ def _check_numbers(
         may_be_zero = architecture is None or architecture.zero_centered_norm
     else:
         may_be_zero = not name.endswith("weight") or any(word in name for word in _MAY_BE_ZERO)
-    if (
-        not may_be_zero and bits.size and not bool((bits << 1).any())
-    ):  # The shift drops the sign of -0.0.
+    # The shift removes the sign bit, so that -0.0 counts as zero.
+    if not may_be_zero and bits.size and not bool((bits << 1).any()):
         raise UserError(f"{where} is all zero. {remedy}")

@@ -177,10 +177,10 @@ class ProcessBackend(Protocol):
         """
 
     def find(self, name: str, what: Callable[..., T]) -> RemoteObject[T]:
-        """Return a handle to the object of class `what` that was started as `name` with `here`.
+        """Return a handle to the object of class `what` that any process has started as `name` with
+        `start(..., here=True)`.
 
-        Any process may have started the object. If no object has the name, calls of the handle
-        raise RemoteObjectLost.
+        If no object has the name, calls of the handle raise RemoteObjectLost.
         """
 
     def close(self) -> None:

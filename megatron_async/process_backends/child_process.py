@@ -267,11 +267,14 @@ def _end_when_ready(descriptor: int, last_act: Callable[[], None] = lambda: None
     def wait() -> None:
         ends = select.poll()
         ends.register(descriptor, select.POLLIN)
-        ends.poll()  # Nothing is ever written, so the descriptor is ready only at the end.
+        # The descriptor is a pidfd, or a pipe to which nothing is written. So it becomes readable
+        # only when the other process ends.
+        ends.poll()
         try:
             last_act()
         finally:
             os.killpg(os.getpgrp(), signal.SIGKILL)
 
-    prctl(PDEATHSIG, signal.SIGCONT)  # Wakes a stopped process, so that its thread can run.
+    # When the parent ends, continue this process if it is stopped, so that the thread can run.
+    prctl(PDEATHSIG, signal.SIGCONT)
     threading.Thread(target=wait, name="lifeline", daemon=True).start()

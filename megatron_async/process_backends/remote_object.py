@@ -97,7 +97,8 @@ class HostedObject:
             if self._failed is not None:
                 raise self._failed
             call: MethodCall = pickle.loads(request)
-            value = await call.on(self._object)  # The caller limits the time.
+            # There is no time limit here, because the caller limits the time of its call.
+            value = await call.on(self._object)
             return pickle.dumps({"value": value}, pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # noqa: BLE001 - the caller gets it
             if _can_be_sent(error):

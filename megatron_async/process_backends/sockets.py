@@ -103,7 +103,8 @@ async def _connect(path: Path) -> socket.socket:
             try:
                 opened.connect(str(path))
                 return opened
-            except BlockingIOError:  # Too many calls wait; their number cannot be polled.
+            except BlockingIOError:
+                # Too many calls wait at the socket. No event reports the end of that, so try again.
                 await asyncio.sleep(STEP_SECONDS)
     except BaseException:
         opened.close()

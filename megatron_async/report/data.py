@@ -196,9 +196,8 @@ def _evaluated(folder: Path) -> Iterator[ReportSample]:
         rows = list(json_lines(file.read_bytes()))
         worst = min(range(len(rows)), key=lambda i: rows[i].get("reward") or 0.0, default=0)
         for row in [*rows[worst : worst + 1], *rows[:worst], *rows[worst + 1 :]][:_MAX_ROWS]:
-            prompt = row.get("prompt") or row.get(
-                "question", ""
-            )  # Older versions stored no prompt.
+            # Older versions of this program stored the question of the data instead of the prompt.
+            prompt = row.get("prompt") or row.get("question", "")
             written = [_version(PolicyVersion.parse(text)) for text in row.get("versions", ())]
             author = " and ".join(written) or f"version {_step(file)}"
             piece = Piece(_cut(row.get("response", "")), author, tokens=row.get("tokens", 0))

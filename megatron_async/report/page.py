@@ -148,7 +148,8 @@ def _cell(figure: Figure | None, good: str, name: str) -> str:
     """
     if figure is None:
         return "<div class=none>this run has no such metrics</div>"
-    title, figure.layout.title = figure.layout.title.text, None  # As HTML, a long title wraps.
+    # Show the title as HTML, in which a long title wraps, instead of inside the figure.
+    title, figure.layout.title = figure.layout.title.text, None
     config = {"displaylogo": False, "responsive": True, "displayModeBar": False}
     drawn = figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=config)
     return f"<div><h3>{title}</h3><p class=good>Good: {good}</p>{drawn}</div>"

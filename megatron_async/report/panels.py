@@ -183,10 +183,11 @@ def styled(figure: Figure, title: str, unit: str, x_title: str = "step") -> Figu
         hovermode="x unified",
     )
     grid = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False}
+    # Invisible ticks keep the labels of the two axes apart.
     grid |= {
         "ticks": "outside",
         "tickcolor": "rgba(0,0,0,0)",
-    }  # Space between the labels of the two axes.
+    }
     figure.update_xaxes(title={"text": x_title, "standoff": 4}, **grid)
     positions = [x for trace in figure.data for x in trace.x]
     if "minutes" not in x_title and max(positions) - min(positions) < _FEW_STEPS:

@@ -187,7 +187,8 @@ class Trace:
     def _tokens(self, trajectory_id: int, count: int, version: int, at: float) -> None:
         """Count new tokens of a request; note its first token and its policy versions."""
         request = self._requests.get(trajectory_id)
-        if request is None:  # It was submitted before the record's oldest file.
+        # Ignore a request that was submitted before the record's oldest remaining file.
+        if request is None:
             return
         request.first_token = request.first_token or at
         request.tokens += count

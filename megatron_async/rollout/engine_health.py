@@ -135,8 +135,8 @@ class EngineHealth:
         self._update(now)
 
     def request_ended(self, now: float, *, spontaneous: bool = False) -> None:
-        """Count one request fewer on this engine; reset the engine's silence if that was its last
-        request.
+        """Count one request fewer on this engine. If none is left, reset the engine's silence to 0:
+        the time for which it has had requests and made no token.
 
         Args:
             spontaneous: Whether the engine aborted the request by itself. The silence is then not

@@ -97,8 +97,9 @@ def _superseded(lineage: int, by: int) -> ComponentFailure:
 class RolloutManager:
     """Serves a trainer's calls for batches, weight updates, evaluations and checkpoints.
 
-    The manager owns the engine fleet for as long as it exists, and a driver and a store from one
-    `attach` to the next.
+    The manager owns the engine fleet for as long as it exists. When a trainer connects (`attach`),
+    it opens the trajectory store and creates a driver, which requests responses from the engines;
+    both exist until the next `attach`.
     """
 
     def __init__(
@@ -294,7 +295,9 @@ class RolloutManager:
         batch = await driver.next_batch(limit)
         self._check_current(session)
         if batch is not None and self._devices.shared:
-            await driver.until_idle(limit)  # aborted requests take a moment to end
+            # Aborted requests take a moment to end, and offloading an engine requires that it is
+            # idle.
+            await driver.until_idle(limit)
         await self._devices.offload(driver.engines())
         if (lost := session.store.pop_lost_database()) is not None:
             driver.statistics.warned("store_lost", _STORE_LOST.format(lost))
@@ -373,7 +376,8 @@ class RolloutManager:
             return None
         sampling = asyncio.ensure_future(self._checks.sample_tokens(loaded, version))
         try:
-            await asyncio.sleep(0)  # so that the samples are requested before anything else
+            # Let `sampling` start, so that its requests reach the engines before any other.
+            await asyncio.sleep(0)
             # Engines on shared devices are offloaded until they are verified.
             if not self._devices.shared:
                 await self._generate_or_quiesce(session, loaded, version)

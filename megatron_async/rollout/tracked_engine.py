@@ -108,8 +108,8 @@ class TrackedEngine:
         self._released.set()
 
     async def wait_accepted(self, version: PolicyVersion) -> bool:
-        """Wait until this engine's tokens of `version` are accepted; return False if they never
-        will be."""
+        """Wait until `version` is verified on this engine, so that tokens it generated with
+        `version` are accepted. Return False if that will never happen."""
         if version == self._expected and version not in self._accepted:
             await self._verified.wait()
         return version in self._accepted

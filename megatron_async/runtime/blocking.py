@@ -38,7 +38,9 @@ def blocking(work: Coroutine[Any, Any, R], while_waiting: Callable[[], None] = l
 
     async def noting_the_end() -> R:
         try:
-            return await work  # `work` has its own time limit, or `while_waiting` has
+            # No time limit is needed here: `work` has its own, or `while_waiting` raises at a
+            # limit.
+            return await work
         finally:
             ended.set()
 

@@ -36,12 +36,13 @@ from megatron_async.scheduler.state import (
 from megatron_async.trajectory.types import DropReason, TrajectoryState
 
 Actions = list[ev.Action]
+# Members are looked up once, because a step boundary changes thousands of states.
 _PENDING, _RUNNING, _PARTIAL, _WAITING = (
     TrajectoryState.PENDING,
     TrajectoryState.RUNNING,
     TrajectoryState.PARTIAL,
     TrajectoryState.WAITING,
-)  # Looked up once, because a step boundary changes thousands of states.
+)
 
 
 class Lifecycle:
@@ -186,10 +187,10 @@ class Lifecycle:
             entry.engine.kv_tokens += count
         if first or entry.oldest is None or version < entry.oldest:
             self._oldest_known(entry, version, out)
+        # The report was late: the engine is lost, and the trajectory is pending again. With tokens,
+        # it continues as a partial trajectory, which has another place in the queue.
         if first and entry.state is _PENDING:
-            self._queue(
-                entry
-            )  # A late report after its engine was lost; the trajectory is partial now.
+            self._queue(entry)
 
     def _oldest_known(self, entry: TrajectoryEntry, version: int, out: Actions) -> None:
         """Set the policy number of the oldest token of `entry`, which its submission could only
@@ -382,7 +383,8 @@ class Lifecycle:
             self._unfinished(entry.group)
             self._regenerate(entry, out)
         else:
-            entry.state = TrajectoryState.SCORED  # No engine or scorer works on it any more.
+            # Its scoring has ended. `_drop_group` drops members at once unless they are FINISHED.
+            entry.state = TrajectoryState.SCORED
             self._drop_group(entry.group, DropReason.SCORER, out)
 
     def _regenerate(self, entry: TrajectoryEntry, out: Actions) -> None:

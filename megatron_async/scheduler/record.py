@@ -246,7 +246,8 @@ class Recorder:
             "version": list(version),
         }
         self._write(self._header)
-        self.flush()  # A file without its header cannot be read as a record.
+        # Write the header at once, because a file without it cannot be read as a record.
+        self.flush()
 
     def step(self, scheduler: Scheduler, event: ev.Event) -> list[ev.Action]:
         """Call `scheduler.step(event)` and record it; an exception is recorded and raised again."""
@@ -279,7 +280,7 @@ class Recorder:
         self._stream.flush()
 
     def close(self) -> None:
-        """Close the record's file."""
+        """Close the file to which events and actions are recorded."""
         self._stream.close()
 
     def _write(self, line: dict[str, Any] | _Line) -> int:
@@ -312,7 +313,12 @@ def new_record(
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file with their numbers; an incomplete last line is left out."""
+    """Yield the lines of a file with their numbers; an incomplete last line, which a crash may
+    leave, is left out.
+
+    Raises:
+        UserError: If the file cannot be read.
+    """
     try:
         stream = path.open("rb")
     except OSError as error:
@@ -369,10 +375,9 @@ def _decoded(path: Path, number: int, text: bytes, decode: Callable[[bytes], _T]
 
 def _line(text: bytes) -> _Line:
     line = _DECODE(text)
+    # If these differ, decoding has filled in the default of a field that the text lacks.
     if msgspec.json.decode(_ENCODE(line)) != msgspec.json.decode(text):
-        raise msgspec.ValidationError(
-            "a field is missing"
-        )  # The field has a default, so decoding has filled it in.
+        raise msgspec.ValidationError("a field is missing")
     return line
 
 

@@ -148,7 +148,9 @@ class Scheduler:
         fleet, aborted, waits = self._fleet, self._life.aborted, self._awaits_version
         for request in event.requests:
             aborted(request, out)
-            if not (fleet.in_flight and waits):  # The condition of `_advance_unless_waiting`.
+            # This is the condition of `_advance_unless_waiting`. It is repeated here, so that
+            # `waits` is computed only when it may have changed: thousands of requests end at once.
+            if not (fleet.in_flight and waits):
                 self._advance(out)
                 waits = self._awaits_version
 

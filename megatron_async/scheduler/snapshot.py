@@ -66,7 +66,8 @@ class _Freezer:
 
     def objects(self, root: object) -> list[list[Any]]:
         self._value(root)
-        return [self._values(item) for item in self._queue]  # The queue grows during this loop.
+        # `_values` adds objects that it finds to the queue, so the queue grows during this loop.
+        return [self._values(item) for item in self._queue]
 
     def _values(self, item: object) -> list[Any]:
         name = type(item).__name__
@@ -153,7 +154,9 @@ def thaw(snapshot: dict[str, Any], scheduler: Scheduler) -> None:
     made: list[Any] = [scheduler]
     value = _Thawer(scheduler.config, made).value
     for name, *values in snapshot["objects"][1:]:
-        cls = _CLASSES[name]  # No field of a Struct refers to another object.
+        # Structs are complete at once, because no field of a Struct refers to another object. Other
+        # objects may refer to later ones, so their fields are set when all objects exist.
+        cls = _CLASSES[name]
         made.append(cls(*map(value, values)) if issubclass(cls, Struct) else object.__new__(cls))
     for item, (name, *values) in zip(made, snapshot["objects"], strict=True):
         if not isinstance(item, Struct):

@@ -198,7 +198,8 @@ class ScorerPool:
         self._waiting += 1
         try:
             self._follow_queue()
-            return await done  # bounded: every call of a worker has a time limit
+            # No time limit is needed here, because every call of a worker has one.
+            return await done
         finally:
             self._waiting -= 1
 
@@ -319,7 +320,9 @@ class _RemoteWorker:
         """End the remote worker's process, and so its scorer process."""
         self._remote.end()
 
-    close = retire  # Ending the worker's process is enough: its scorer process ends with it.
+    # To close a remote worker means the same: its scorer process, even while it scores, ends with
+    # the worker's process.
+    close = retire
 
 
 class RemoteScorerPool(ScorerPool):

@@ -276,7 +276,9 @@ class ScorerProcess:
         except BlockingIOError:
             return
         except BrokenPipeError:
-            self._unsent.clear()  # The end of the process is noticed on the reply socket.
+            # Drop the requests, because nobody reads them. The reply socket reports the end of the
+            # process, which fails their callers.
+            self._unsent.clear()
         if not self._unsent:
             self._loop.remove_writer(self.requests.fileno())
 

@@ -58,7 +58,8 @@ _MAX_LOG_BYTES = 1 << 20
 _TAIL_BYTES = 2000
 _PIECE_BYTES = 4096  # A pipe that is ready accepts this many bytes without blocking.
 _REAP_MILLISECONDS = 1000.0
-_END_SECONDS = 60.0  # On a busy machine, listing all processes once takes a second.
+# Long enough for many rounds: on a busy machine, listing all processes once takes a second.
+_END_SECONDS = 60.0
 _ERROR_CHARACTERS = 500
 
 

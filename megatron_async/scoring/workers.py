@@ -137,7 +137,8 @@ class ScorerWorker:
         ready = self._ready
         if ready is None or (ready.done() and (ready.exception() or ready.result().closed)):
             ready = self._ready = asyncio.create_task(self._start())
-        return await asyncio.shield(ready)  # bounded: a process start has a time limit
+        # No time limit is needed here, because the start of a process has one.
+        return await asyncio.shield(ready)
 
     async def _start(self) -> ScorerProcess:
         """Start a scorer process, wait until it is ready, and return its handle.
@@ -156,7 +157,8 @@ class ScorerWorker:
                 killed += 1
                 if killed == STARTS:
                     raise
-            except StartHangs:  # The process may have been paused from outside, by SIGSTOP.
+            except StartHangs:
+                # Try again, because the process may only have been paused from outside, by SIGSTOP.
                 hanging += 1
                 if hanging == _HANGING_STARTS:
                     raise

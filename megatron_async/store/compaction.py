@@ -267,7 +267,8 @@ class Compactor:
         self._task = asyncio.create_task(self._compact(kept))
 
     async def finish(self) -> None:
-        """Wait until the running compaction, if any, has ended, and raise its error if it failed.
+        """Wait until the running compaction (export and removal of old groups), if any, has ended;
+        raise its error if it failed.
 
         Raises:
             ComponentFailure: The compaction failed or hit a time limit.

@@ -68,7 +68,9 @@ class EpisodeWriter:
         Args:
             state: The store's content in memory.
             writer: The store's writer thread.
-            serials: Numbers for new calls, shared with the store's generation requests.
+            serials: Serial numbers for new calls of environments. The store numbers its generation
+                requests from the same iterator, so that no two calls or requests have the same
+                number.
             move: Function of the store that changes the state of a trajectory.
             flush: Function of the store that passes a trajectory's buffered tokens to `writer`,
                 together with the trajectory's row.

@@ -109,13 +109,13 @@ def is_damage(error: Exception) -> bool:
 
 
 def fetch_database(location: StoreLocation) -> str | None:
-    """Make the run's current database available at `place.file`, by a copy if it is elsewhere.
+    """Make the run's current database available at `location.file`, by a copy if it is elsewhere.
 
     It is copied from its old path if this node can open that, or else from the replica if a stop
-    left the replica complete. An outdated database at `place.file` is removed.
+    left the replica complete. An outdated database at `location.file` is removed.
 
     Returns:
-        None if the database is at `place.file` or the run is new. Otherwise the reason why it
+        None if the database is at `location.file` or the run is new. Otherwise the reason why it
         cannot be made available, as the end of a sentence about the database.
 
     Raises:
@@ -123,7 +123,9 @@ def fetch_database(location: StoreLocation) -> str | None:
         sqlite3.Error: SQLite cannot copy the database.
     """
     file, record = location.file, read_record(location.run_file)
-    if record is None:  # The run is new, or is of a version without store.json.
+    # The run is new, or an older version of this program, which wrote no store.json, has started
+    # it.
+    if record is None:
         if file.exists() or not (location.run_file.exists() or location.replica.exists()):
             return None
         record = StoreRecord(socket.gethostname(), None, 0)
@@ -330,7 +332,9 @@ class Replicator:
             # The lock is kept until `leave` has removed the database.
             self._lock = self._writer.share_lock()
             position = await self._writer.wait(self._writer.barrier())
-        except ComponentFailure:  # Closing the writer raises this error.
+        except ComponentFailure:
+            # The writer has failed. The error is not raised here, because closing the writer raises
+            # it.
             return
         self.start()
         if await self.finish():

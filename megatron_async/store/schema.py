@@ -28,7 +28,8 @@ FORMAT = 8
 APPLICATION_ID = 0x4D415453  # "MATS"
 PAGE_BYTES = 8192
 EXPORT_NAME = "trajectories.jsonl"
-_ROWS_PER_INSERT = 250  # The GIL is released and acquired once for this many rows.
+# One statement inserts up to this many rows, because each statement releases and acquires the GIL.
+_ROWS_PER_INSERT = 250
 _CACHE_KIB = 64 * 1024
 _WAL_PAGES = 16 * 1024 * 1024 // PAGE_BYTES
 _NO_SHARED_MEMORY = (
@@ -88,11 +89,11 @@ class BatchRow(NamedTuple):
 
     Attributes:
         id: Key of the row.
-        lineage: Lineage on which the batch was made.
+        lineage: Lineage on which the batch was made; every resume of the run starts a new lineage.
         step: Number of the update.
         drop_reason: Why the trainer dropped the batch; None if it did not.
         trajectory_ids: Ids of the trajectories as int64 bytes; empty for a dropped batch, and after
-            compaction has removed all of them.
+            compaction (export and removal of old trajectories) has removed all of them.
     """
 
     id: int

@@ -158,8 +158,8 @@ class Task(Protocol):
 
 
 class Dataset(Protocol):
-    """Interface of a data set whose problems are generated: problems by index, and a function that
-    scores answers."""
+    """Interface of a data set whose problems a program generates: problems by index, and a function
+    that scores answers."""
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         """Return problem `index` as a mapping with `question`, `answer` and `metadata`."""

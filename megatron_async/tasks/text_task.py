@@ -32,7 +32,8 @@ from megatron_async.tasks.rows import Rows, open_rows, report_bad_rows
 from megatron_async.tasks.seeds import seed_problem
 from megatron_async.trajectory.types import IntArray, Prompt
 
-# Allowance for the special tokens that a tokenizer puts around a text.
+# Largest number of special tokens that a tokenizer is assumed to put around a text, when
+# `check_lengths` estimates how many tokens a prompt may have.
 _SPECIAL_TOKENS = 8
 # Number of prompts that `check_lengths` tokenizes, so that it takes seconds.
 _MAX_TOKENIZED = 2000

@@ -14,9 +14,9 @@ from megatron_async.telemetry.metrics import (
     sampling_name,
 )
 
-_ESS = (
-    "off_policy/ess"  # Raw, per token: "ESS" without qualification (docs/semantics.md section 4).
-)
+# "ESS" without further words means the raw effective sample size per token (docs/semantics.md
+# section 4).
+_ESS = "off_policy/ess"
 _MAX_AVERAGED = 5
 
 
@@ -75,9 +75,11 @@ class EvaluatedSet:
     last: Measured | None
 
     def facts(self, start: str) -> list[tuple[str, str]]:
-        """Return the set's accuracy and mean reward as pairs of name and text.
+        """Return the set's accuracy and mean reward, before and after training, as pairs of name
+        and text.
 
-        A first value that is not comparable with the last one is replaced by the reason.
+        If the settings of the evaluation have changed in between, the text of the first accuracy is
+        replaced by the changes.
 
         Args:
             start: Words for the time of the first evaluation.

@@ -107,11 +107,14 @@ class TrainLoop:
                 self._attach_again()
                 continue
             waited = time.monotonic() - began
-            if batch is None:  # engines with old weights need the current weights first
+            if batch is None:
+                # Engines with old weights need the current weights before they can generate a
+                # batch.
                 self._publish()
                 continue
             self._step(batch, waited)
-        if self._unevaluated:  # the next resume evaluates
+        if self._unevaluated:
+            # Stop instead of completing the run; the next resume makes the missing evaluation.
             return self._stop()
         self.checkpoints.wait()
         self._ask(self._report_finalized)
@@ -130,7 +133,8 @@ class TrainLoop:
     def _ask(self, question: Callable[[], T]) -> T:
         """Run `question` (a call to the rollout manager) on rank 0, repeating it if the manager is
         lost."""
-        while True:  # ends, because a manager is restarted at most engines.max_restarts times
+        # The loop ends, because a manager is restarted at most engines.max_restarts times.
+        while True:
             try:
                 return self.rank_zero.run(question)
             except ManagerLost:
@@ -163,9 +167,9 @@ class TrainLoop:
         if report.skipped:
             self._ask(lambda: self._link.drop_batch(batch.step, DropReason.NONFINITE.value))
         saved = 0.0
-        if (
-            self._colocated
-        ):  # the update moves the trainer off the device, after which it cannot save
+        if self._colocated:
+            # Save before the update, which moves the trainer off the device: after that it cannot
+            # save.
             saved = self._save_if_due()
         began = time.monotonic()
         update = self._publish()
@@ -187,7 +191,9 @@ class TrainLoop:
     def _publish(self) -> UpdateReport:
         """Send the current weights to the engines and verify that the engines use them; start over
         if the manager is lost."""
-        while True:  # ends as in `_ask`; a lost manager loses its engines too, so repeat everything
+        # The loop ends, because a manager is restarted at most engines.max_restarts times. A lost
+        # manager loses its engines too, so the whole update is repeated.
+        while True:
             try:
                 return self._publish_once()
             except ManagerLost:

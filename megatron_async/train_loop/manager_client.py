@@ -134,9 +134,8 @@ class RolloutLink(ABC):
         Raises:
             StopAsked: The run was asked to stop during the evaluation.
         """
-        limit = (
-            2 * self._config.eval.timeout_seconds + _SLACK_SECONDS
-        )  # an earlier evaluation may still run
+        # Twice the limit of one evaluation, because an earlier evaluation may still run.
+        limit = 2 * self._config.eval.timeout_seconds + _SLACK_SECONDS
         # Colocated engines must be idle before the trainer uses the memory they share.
         colocated = self._config.engines.placement == "colocated"
         return self._call(

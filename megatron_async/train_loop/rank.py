@@ -16,7 +16,8 @@ from megatron_async.runtime.garbage_collection import gc_disabled
 from megatron_async.train_loop.attempt import begin_attempt, exit_code, leave
 from megatron_async.train_loop.stop import StopRequest
 
-# Set by the launcher, which starts both sides.
+# By this environment variable, the launcher tells the ranks the address of the process backend in
+# which it has started the rollout side.
 BACKEND_VARIABLE = "MEGATRON_ASYNC_BACKEND"
 
 

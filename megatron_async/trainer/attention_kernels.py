@@ -22,8 +22,8 @@ from torch import Tensor
 
 
 class Stream(NamedTuple):
-    """Inputs of attention over packed sequences: queries [T, H, D], and keys and values of G heads
-    [T, G, D].
+    """Inputs of attention over a stream of tokens, in which sequences follow each other without
+    padding: queries [T, H, D], and keys and values of G heads [T, G, D].
 
     Attributes:
         cu_seqlens_S1: Position of each sequence's first token, and T at the end.

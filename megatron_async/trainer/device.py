@@ -109,7 +109,13 @@ class _ThreadState(threading.local):
 
 
 class _CpuDeviceMode(TorchFunctionMode):
-    """Torch function mode that redirects calls which name CUDA to the CPU."""
+    """Torch function mode that redirects calls which name CUDA to the CPU.
+
+    Attributes:
+        threads: Per thread, whether the thread is inside this mode.
+        patched: Whether `device_adapter` has replaced the functions of `torch.cuda`, which affects
+            all threads.
+    """
 
     threads: ClassVar[_ThreadState] = _ThreadState()
     patched: ClassVar[bool] = False

@@ -277,7 +277,9 @@ class PolicyTrainer:
         began = time.monotonic()
         try:
             prepared, metrics = self._prepare(self._upload(batch))
-        except NonFiniteError as error:  # Raised on every rank: a pure function of the batch.
+        except NonFiniteError as error:
+            # All ranks skip the batch together: they compute the same values from the same batch,
+            # so each of them raises this error.
             self._nonfinite_in_a_row += 1
             return self._report(batch, [PolicyUpdate(str(error))], {}, began)
         updates: list[PolicyUpdate] = []

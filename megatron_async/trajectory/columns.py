@@ -70,8 +70,8 @@ def unpacked(blobs: Sequence[bytes], stored: str | None) -> Arrays:
 
 
 def text(further: Types) -> str | None:
-    """Return the declarations of the column types `further` as JSON text; None if there are no
-    types."""
+    """Return the types of the columns that tokens have besides ids and log-probs, as JSON text;
+    None if there are no such columns."""
     return json.dumps([kind.descr[0] for kind in further]) if further else None
 
 

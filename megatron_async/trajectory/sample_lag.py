@@ -39,7 +39,8 @@ class SamplesTrained:
             batch_size: Size that is assumed for an earlier batch without an entry in `sizes`.
             sizes: Number of trajectories of earlier batches, by step.
         """
-        self._before = [0]  # [n]: in batches 0 .. n - 1
+        # Element n is the number of trajectories in the batches 0 to n - 1.
+        self._before = [0]
         for step in range(first_step):
             self.add(sizes.get(step, batch_size))
 

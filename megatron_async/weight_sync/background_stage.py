@@ -43,7 +43,8 @@ class BackgroundStage(Generic[Item]):
         running, self._running = self._running, None
         try:
             if running is not None:
-                running.result()  # The work has its own time limit.
+                # No time limit is needed here, because the work has one.
+                running.result()
         finally:
             # Otherwise an error of the work, this frame and the item form a reference cycle.
             del running

@@ -98,9 +98,8 @@ def apply(base: Buffer, delta: bytes) -> bytes:
 
 def _decompress(data: bytes, size: int) -> _Bytes:
     try:
-        found = zstandard.frame_content_size(
-            data
-        )  # Checked first, since decompression allocates as much.
+        # Check the stated size first, because decompression allocates as much memory.
+        found = zstandard.frame_content_size(data)
         if found != size:
             raise DeltaError(f"the difference contains {found} bytes instead of {size}")
         return np.frombuffer(zstandard.ZstdDecompressor().decompress(data), np.uint8)

@@ -93,7 +93,9 @@ class WeightReceiver:
             )
         held, base = self._held
         if held.digest == manifest.digest and held.version == manifest.version:
-            try:  # The version is sent again after a failure, which these files may have caused.
+            # The version is sent again after a failed update. Its files may have caused the
+            # failure, so check them.
+            try:
                 for name, expected in held.shards.items():
                     read_shard(base, name, expected)
             except ComponentFailure as error:
@@ -148,7 +150,12 @@ class WeightReceiver:
 
 
 def make_root(parent: Path | None = None) -> Path:
-    """Create a directory for one receiver of this process; return its path."""
+    """Create a directory in which one `WeightReceiver` of this process keeps its weights; return
+    its path.
+
+    Args:
+        parent: Directory in which it is created; None for the machine's directory for large files.
+    """
     return process_directory(_PREFIX, parent or large_files_directory())
 
 

@@ -204,7 +204,11 @@ class RatioCheck:
         return median(mean for update in self._learned for mean in update)
 
     def limit(self, *, exact: bool) -> float:
-        """Return the largest mean error that passes; `exact` is whether all compute in float32."""
+        """Return the largest mean error of an engine's log-probs that passes.
+
+        Args:
+            exact: Whether engine and trainer compute in float32.
+        """
         if self._tolerance is not None:
             return self._tolerance
         if exact:

@@ -122,7 +122,8 @@ def register(name: str) -> None:
 
 
 def _make_backend(runner: Any) -> Any:
-    """Create the backend for one model runner. SGLang calls this in its scheduler process."""
+    """Create the attention backend of one model runner: SGLang's torch backend with batched decode.
+    SGLang calls this in its scheduler process."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     class TorchBatchedAttnBackend(TorchNativeAttnBackend):

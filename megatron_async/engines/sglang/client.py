@@ -112,7 +112,9 @@ class SGLangClient:
         self._unique = uuid.uuid4().hex
         self._serial = itertools.count()
         self._background: set[asyncio.Task[None]] = set()
-        self._unwanted: dict[str, str] = {}  # Requests whose abort is repeated, like `_wire_ids`.
+        # Wire ids, as in `_wire_ids`, of the aborted requests whose abort is repeated until they
+        # end.
+        self._unwanted: dict[str, str] = {}
         self._insisting: asyncio.Task[None] | None = None
         self._released: set[str] = set()
 
@@ -209,7 +211,8 @@ class SGLangClient:
                         raise
                     self._wire_ids[name] = self._wire_id(name)
                     session = await opened.enter_async_context(_session(session.headers))
-                except RuntimeError as error:  # aiohttp raises it after a lost connection.
+                except RuntimeError as error:
+                    # aiohttp raises RuntimeError when a stream is read whose connection is lost.
                     raise ConnectionError(f"the stream broke off: {error}") from error
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -322,7 +325,8 @@ class SGLangClient:
     async def _abort_running(self, running: Mapping[str, str]) -> None:
         bodies: list[dict[str, Any]] = [{"rid": wire_id} for wire_id in running.values()]
         if len(running) == len(self._wire_ids) > 1:
-            bodies = [{"abort_all": True}]  # One call instead of thousands.
+            # Abort all requests with one call instead of thousands.
+            bodies = [{"abort_all": True}]
         await asyncio.gather(*(self._post("abort_request", body) for body in bodies))
 
     async def _insist_on_aborts(self) -> None:

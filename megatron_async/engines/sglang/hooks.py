@@ -65,7 +65,9 @@ def no_detokenizer(
 
 def forked(original: Callable[..., Any], engine: Any, *args: Any, **asked: Any) -> Any:
     """Hook around the start of schedulers on CPU: fork them instead of spawning them."""
-    gc.freeze()  # A collection in the new process would copy shared pages.
+    # Exempt existing objects from garbage collection. A collection in the new process would write
+    # to their pages, which it shares with this process, and so copy the pages.
+    gc.freeze()
     before = multiprocessing.get_start_method()
     multiprocessing.set_start_method("fork", force=True)
     try:

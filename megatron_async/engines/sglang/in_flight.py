@@ -49,5 +49,6 @@ def around_change(original: Callable[..., None], scheduler: Any, new_version: st
                 continue  # This step adds no token to the request.
             events = req.weight_version_events
             if events and events[-1].old_version == old:
-                events.pop()  # The span is one token too short.
+                # SGLang has recorded a span that lacks the token of this step; replace it.
+                events.pop()
             events.append(WeightVersionEvent(old, len(req.output_ids) + 1))

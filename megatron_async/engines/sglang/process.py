@@ -121,7 +121,8 @@ def server_command(
     if device == "cpu":
         # Without this option an idle scheduler polls without pause and uses the trainer's cores.
         command += ["--attention-backend", CPU_ATTENTION_BACKEND, "--sleep-on-idle"]
-        command += ["--skip-server-warmup"]  # Nothing is compiled, and it would take 2 s.
+        # The warm-up would take 2 s and is useless, because nothing is compiled.
+        command += ["--skip-server-warmup"]
     if settings.max_total_tokens is not None:
         command += ["--max-total-tokens", str(settings.max_total_tokens)]
     if settings.max_running_requests is not None:
@@ -223,7 +224,8 @@ def simulated_command(settings: EngineConfig, model_path: Path, port: int) -> li
     ]
 
 
-@dataclass(eq=False, repr=False)  # The settings contain a key.
+# No `repr`, because it would show the API key in the settings.
+@dataclass(eq=False, repr=False)
 class SGLangProcess:
     """An SGLang server process. Its methods block, and it is not thread-safe.
 
@@ -302,9 +304,11 @@ class SGLangProcess:
             environment[DIRECTORY_VARIABLE] = str(shared)
         with writing(self.log_path):
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
-            if self.settings.api_key:  # SGLang logs all of its settings, the key included.
+            if self.settings.api_key:
+                # SGLang logs all of its settings, so only this user may read the log. Change the
+                # mode of an existing log too, because an earlier start may have had no key.
                 self.log_path.touch(mode=0o600)
-                self.log_path.chmod(0o600)  # An earlier start may have had no key.
+                self.log_path.chmod(0o600)
         self._process = ChildProcess(
             command, log=self.log_path, lifeline=True, env=environment, stdin=subprocess.DEVNULL
         )
@@ -325,7 +329,9 @@ class SGLangProcess:
                 call(address, "GET", "health", None, _HEALTH_SECONDS, self.settings.api_key)
                 self._url = url
                 return
-            if _port_taken(server):  # SGLang may continue without ever listening.
+            # If its port is taken, SGLang may continue to run without ever listening; report that
+            # at once.
+            if _port_taken(server):
                 raise ComponentFailure(
                     f"another process has taken the port of the inference server{server.why()}"
                 )

@@ -23,4 +23,6 @@ def after_queue(result: Any, scheduler: Any, req: Any, is_retracted: bool = Fals
     waiting = scheduler.waiting_queue
     if req.priority == URGENT and waiting and waiting[-1] is req:
         waiting.insert(0, waiting.pop())
-        scheduler.running_batch.batch_is_full = False  # A longer request may have set this flag.
+        # The flag says that the first request of the queue did not fit. Reset it, because this
+        # request may be shorter.
+        scheduler.running_batch.batch_is_full = False

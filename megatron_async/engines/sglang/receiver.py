@@ -53,7 +53,8 @@ def receiver_of(app: FastAPI) -> Iterator[None]:
         nonlocal receiver, root
         body = await request.json()
         async with one_at_a_time:
-            if receiver is None:  # Most engines are never called.
+            # Create the directory at the first call, because most engines are never called.
+            if receiver is None:
                 root = make_root()
                 receiver = WeightReceiver(root)
             status, content = await asyncio.to_thread(answer, receiver, body)

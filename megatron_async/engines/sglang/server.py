@@ -145,7 +145,8 @@ def take_key() -> str:
 
 def main() -> None:
     """Run the server until a signal stops it."""
-    os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)  # SGLang creates its own directory.
+    # Ignore an inherited directory for metrics, so that SGLang creates its own.
+    os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
     hold_lifeline(_remove_files)
     key = take_key()
     # Passed as one argument, because a key may begin with a dash.

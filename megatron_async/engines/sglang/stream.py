@@ -28,16 +28,16 @@ from megatron_async.engines.stream_validation import count_of
 from megatron_async.trajectory.types import PolicyVersion
 
 _ENDS = ("stop", "length", "abort")
-_VERSION = re.compile(
-    r"-?\d{1,12}\.\d{1,12}", re.ASCII
-)  # Fits the integer columns of a token report.
+# Both numbers have at most 12 digits, so that they fit into the integer columns of a token report.
+_VERSION = re.compile(r"-?\d{1,12}\.\d{1,12}", re.ASCII)
 _FIRST_ERROR_STATUS = 400
 # Bad request, content too large, unprocessable content. Other statuses (a missing key or path, too
 # many requests, errors of the server) do not concern the request itself.
 _REFUSAL_STATUSES = (400, 413, 422)
 
 _BYTES_OF_A_REPORT = 1 << 20
-_BYTES_OF_A_TOKEN = 128  # SGLang's JSON has about 45: id, log-prob, and the id again.
+# Allowance for one token. SGLang's JSON has about 45 bytes: id, log-prob, and the id again.
+_BYTES_OF_A_TOKEN = 128
 _LONGEST_REASON = 500
 _MALFORMED = (KeyError, IndexError, TypeError, AttributeError, ValueError)
 
@@ -129,9 +129,8 @@ class StreamDecoder:
         spans = meta.get("weight_versions")
         if spans is None and end == "abort":
             spans = [{"version": meta["weight_version"], "start": 0, "end": 0}]
-        waited = min(
-            max(0.0, float(meta.get("queue_time") or 0.0)), 1e6
-        )  # Fits the column of a token report.
+        # At most 1e6 seconds, so that the time fits into the column of a token report.
+        waited = min(max(0.0, float(meta.get("queue_time") or 0.0)), 1e6)
         return self._chunks(token_ids, logprobs, spans, end, waited)
 
     def _take_new_tokens(

@@ -81,10 +81,13 @@ class AheadHooks:
         has left."""
         groups = updater._model_update_group
         left = self._ahead.clear()
-        if self._used:  # Otherwise that update was only begun, which proves nothing.
+        if self._used:
+            # Groups that the previous update did not use belong to lost trainers. If it used none,
+            # it was only begun, and nothing is known about the groups.
             left |= self._there - self._used
         for name in sorted(left & groups.keys()):
-            groups[name].abort()  # The other ranks of the group are dead.
+            # Abort the group first: its other ranks are dead, and a normal end would wait for them.
+            groups[name].abort()
             ended, message = updater.destroy_weights_update_group(name)
             if not ended:
                 _logger.warning("the weight-update group %s of a lost trainer: %s", name, message)

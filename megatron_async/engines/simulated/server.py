@@ -40,7 +40,8 @@ from megatron_async.process_backends.child_process import hold_lifeline
 from megatron_async.trajectory.types import PolicyVersion
 
 _MAX_BODY_BYTES = 4 << 30
-_KEEP_ALIVE_SECONDS = 5.0  # The same as in SGLang's server.
+# Idle connections are closed after this time, as by SGLang's server.
+_KEEP_ALIVE_SECONDS = 5.0
 _EVENTS = {"Content-Type": "text/event-stream"}
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

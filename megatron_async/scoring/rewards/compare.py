@@ -135,7 +135,8 @@ def mathematically_equal(reference: str, answer: str) -> bool:
     """
     from math_verify import parse, verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # It warns about the missing limit.
+    # math_verify would warn that no time limit is set; the scorer process limits the time instead.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     if exactly_equal(reference, answer):
         return True
     # Dollar signs make math-verify read both texts as LaTeX. It finds a bare number in any case.

@@ -123,7 +123,9 @@ def _make_root(root: str, readable: list[str], disk_mib: int) -> None:
         if os.path.exists(path) and not any(path.startswith(f"{w}/") for w in wanted):
             wanted.append(path)
             _bind(path, root)
-    for path in readable:  # A link gets the same path inside, to the real directory mounted above.
+    # If a readable path is a symbolic link, make the same link inside, to the directory mounted
+    # above.
+    for path in readable:
         if os.path.realpath(path) != path and not os.path.lexists(root + path):
             os.makedirs(os.path.dirname(root + path), exist_ok=True)
             os.symlink(os.path.realpath(path), root + path)
@@ -331,10 +333,11 @@ def _in_namespaces(spec: dict[str, Any], root: str, ready: int, mapped: int, err
 
 
 def _map_users(child: int) -> None:
-    """Map the user IDs of the new user namespace of `child` to users of the machine.
+    """Map user IDs in the user namespace of `child` to users of the machine.
 
-    `_USER`, as which the program runs, is the launcher's user. If the launcher is root, `_USER` is
-    the machine's user nobody, and root is root.
+    The sandboxed program runs with the ID `_USER` of the namespace, which is the launcher's own
+    user outside. If the launcher is root, `_USER` is the user nobody outside instead, and root is
+    root.
     """
     outside = os.geteuid()
     lines = f"{_USER} {outside} 1"

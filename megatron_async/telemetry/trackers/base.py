@@ -47,7 +47,8 @@ class TrackedRun:
 
     @property
     def label(self) -> str:
-        """Name of the run, followed by `stage` if that is not empty."""
+        """Name of the run, followed by `-sft` if these are the reports of the fine-tuning before an
+        RL run."""
         return f"{self.name}-{self.stage}" if self.stage else self.name
 
     def id_file(self, tracker: str) -> Path:

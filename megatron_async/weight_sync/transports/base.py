@@ -41,6 +41,7 @@ from megatron_async.weight_sync.verify import NameCheck, engine_parameters
 
 NamedTensor = tuple[str, Tensor]
 Bucket = Sequence[NamedTensor]
+"""Tensors that are sent to the engines together."""
 
 # Time limits, in seconds, of the steps around a transfer. The transfer itself is limited by
 # `weights.timeout_seconds`.
@@ -138,9 +139,9 @@ class Transfer:
     def give_up(self) -> None:
         """Pass on a token that reports a failure, so that later stages do not wait."""
         if not self._asked:
-            with contextlib.suppress(
-                EarlierStageFailed
-            ):  # The leader of the failed stage reports the reason.
+            # Ignore the failure of an earlier pipeline stage: its leader, the rank that sends its
+            # weights, reports the reason.
+            with contextlib.suppress(EarlierStageFailed):
                 self._order.take()
         self._order.hand_on(StageToken(failed=True))
 
@@ -302,7 +303,11 @@ def size_of(bucket: Bucket) -> int:
 
 
 def with_next(buckets: Iterator[Bucket]) -> Iterator[tuple[Bucket, Bucket | None]]:
-    """Yield each bucket together with the following one, or with None for the last."""
+    """Yield each bucket together with the following bucket; the last bucket comes with None.
+
+    A sender must know which bucket is the last, and may announce the size of the following bucket
+    to the engines in advance.
+    """
     held: Bucket | None = None
     for bucket in buckets:
         if held is not None:

@@ -115,7 +115,8 @@ class DiskSender(WeightSender):
 
 
 def keep(published: list[Path], path: Path) -> None:
-    """Add `path` to the published directories, and remove all but the newest `KEEP` of them."""
+    """Add `path` to the list of published directories; delete the oldest ones from disk and from
+    the list until `KEEP` remain."""
     if path in published:
         published.remove(path)
     published.append(path)

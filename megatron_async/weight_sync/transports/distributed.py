@@ -139,7 +139,8 @@ class _Link:
             RuntimeError: If the broadcast has failed.
         """
         self._work.wait()
-        self._work = None  # The handle keeps the sent tensor alive.
+        # Drop the handle, because it keeps the memory of the sent tensor allocated.
+        self._work = None
 
     def begin_drop(self) -> None:
         """Start to close all connections of the group, even during a broadcast.
@@ -340,7 +341,8 @@ class DistributedSender(WeightSender):
         """
         wait(announced, time_left(deadline), return_when=FIRST_EXCEPTION)
         self._raise_failures(announced)
-        gather(announced)  # Each call has its own limit.
+        # No time limit is needed here, because each call has its own.
+        gather(announced)
 
     def _raise_failures(self, announced: Answers) -> None:
         """Raise an EngineCallError if a call has failed; it names the engines that have caused the

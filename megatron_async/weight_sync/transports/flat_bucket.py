@@ -63,7 +63,8 @@ class Buffers:
     def __init__(self, device: torch.device) -> None:
         self._turn = 0
         self._held = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
-        self.device = self._held[0].device  # Includes the device index.
+        # Unlike `device`, this one always has an index, so that it equals the device of a tensor.
+        self.device = self._held[0].device
 
     def next(self, size: int) -> Tensor:
         """Return a buffer of at least `size` bytes. Every buffer except the last returned one must
