@@ -147,8 +147,8 @@ def check_location(location: StoreLocation) -> None:
                 file.unlink(missing_ok=True)
     if not (found := file_system_of(folder)).local:
         logger.warning(
-            "the folder of the trajectory store is %s, on %s; if other nodes share that file "
-            "system, set store.directory to a disk of the rollout manager's node",
+            "the trajectory store's directory %s is on a file system that may be shared: %s. If "
+            "other nodes share it, set store.directory to a disk of the rollout manager's node.",
             location.file.parent,
             found,
         )

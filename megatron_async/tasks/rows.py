@@ -128,7 +128,7 @@ def report_bad_rows(
     left_out = mode == "skip" and len(bad) < of
     listed = _by_reason(bad[:MAX_BAD_ROWS_SHOWN])
     if left_out or len(listed) > 1:
-        title = f"{found} and are left out (task.bad_rows)" if left_out else found
+        title = f"{found} and are skipped (task.bad_rows)" if left_out else found
         if len(bad) > MAX_BAD_ROWS_SHOWN:
             listed.append(f"and {len(bad) - MAX_BAD_ROWS_SHOWN:,} more")
         _logger.warning("\n  ".join([f"{title}:", *listed]))

@@ -210,7 +210,7 @@ def _evaluated(line: dict[str, Any]) -> list[str]:
     """Format an evaluation as one line for each of its sets."""
     return [
         f"{name}, step {line['step']}: {_scores(line, prefix)} "
-        f"({line[f'{prefix}/responses']:.0f} answers, {_sampling(line, prefix)}, "
+        f"({line[f'{prefix}/responses']:.0f} responses, {_sampling(line, prefix)}, "
         f"{line[f'{prefix}/length_mean']:.1f} tokens){_span(line, prefix)}"
         for name, prefix in evaluated_sets(line).items()
     ]

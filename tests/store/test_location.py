@@ -168,7 +168,7 @@ def test_unknown_file_system_is_used_with_warning_when_no_disk_is_local(
     location = location_of_writer(cluster.store, "")
     assert location.file.is_relative_to(cluster.run if where == "run" else cluster.folder / "disk")
     check_location(location)
-    assert ("if other nodes share that file" in caplog.text) == warned
+    assert ("is on a file system that may be shared" in caplog.text) == warned
 
 
 async def test_database_on_unknown_file_system_is_found_when_host_name_changes(

@@ -88,7 +88,7 @@ def test_bad_rows_are_left_out_and_counted_when_bad_rows_is_skip(
     good, file = write(folder / "good.jsonl", 60, 0), write(folder / "data.jsonl", 60, 12)
     checked = check_run(settings(folder, file, bad_rows="skip"))
     assert "of 60 rows of task.path" in checked.summary
-    assert f"{file}: 12 of 72 rows cannot be used and are left out (task.bad_rows)" in caplog.text
+    assert f"{file}: 12 of 72 rows cannot be used and are skipped (task.bad_rows)" in caplog.text
     with_all = build_source(settings(folder, good).task)
     without = build_source(settings(folder, file, bad_rows="skip").task)
     assert [without.train(i).question for i in range(100)] == [
@@ -117,7 +117,7 @@ def test_bad_rows_of_eval_sets_and_sft_data_follow_bad_rows_setting(
             caplog.clear()
             if skip:
                 check_run(config, generates=mode == "eval")
-                assert "2 of " in caplog.text and "left out (task.bad_rows)" in caplog.text
+                assert "2 of " in caplog.text and "skipped (task.bad_rows)" in caplog.text
                 continue
             with pytest.raises(UserError, match=rf"^{name} .*: 2 of \d+ rows cannot be used; "):
                 check_run(config, generates=mode == "eval")

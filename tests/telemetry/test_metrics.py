@@ -212,8 +212,8 @@ def test_format_step_gives_each_evaluation_set_a_line() -> None:
     aime = set_metrics(0.25, "eval/aime", reward_mean=0.5, temperature=0.6, length_mean=900.5)
     line = {"kind": "eval", "step": 4, **set_metrics(0.5), **aime}
     assert format_step(line, 10).splitlines() == [
-        "held-out, step 4: accuracy 50.0 %, reward 0.500 (64 answers, greedy, 7.0 tokens)",
-        "aime, step 4: accuracy 25.0 %, reward 0.500 (64 answers, temperature 0.6, 900.5 tokens)",
+        "held-out, step 4: accuracy 50.0 %, reward 0.500 (64 responses, greedy, 7.0 tokens)",
+        "aime, step 4: accuracy 25.0 %, reward 0.500 (64 responses, temperature 0.6, 900.5 tokens)",
     ]
 
 
