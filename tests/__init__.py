@@ -1,7 +1,7 @@
-"""Tests, and the crash test, whose runs load modules from here.
+"""Tests, and the crash test, whose runs load modules of this package.
 
-Children of a run import nothing from the working directory, so the repository's root is on their
-path.
+Child processes of a run do not import from the working directory. Therefore this module adds the
+root of the repository to PYTHONPATH.
 """
 
 import os

@@ -1,6 +1,7 @@
-"""A headless Chromium for tests: a page's content as it is drawn, and what one stumbles over in it.
+"""Provides a headless Chromium for tests: the content of a page after its scripts, and its visible
+flaws.
 
-`launch/test.sh` installs it (Debian: chromium-headless-shell).
+`launch/test.sh` installs Chromium (Debian: chromium-headless-shell).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ async function draw(page, width) {{
   frame.src = page;
   document.body.append(frame);
   await loaded;
-  await new Promise(done => setTimeout(done, 500)); // scripts of the page: wide tables, figures
+  await new Promise(done => setTimeout(done, 500)); // Time for the page's scripts.
   const found = flawsOf(frame.contentDocument, width);
   frame.remove();
   return found.map(flaw => `${{page.split('/').slice(-3).join('/')}} at ${{width}} px: ${{flaw}}`);
@@ -41,8 +42,9 @@ async function draw(page, width) {{
 
 
 def drawn(page: Path, *options: str) -> tuple[str, str]:
-    """Document and console of a page that sets `data-ready`, after its scripts; no network."""
-    assert _BROWSER, f"no Chromium; {_SWITCH}=0 leaves its tests out"
+    """Return document and console of a page that sets `data-ready`, after its scripts, without
+    network access."""
+    assert _BROWSER, f"Chromium is not installed; set {_SWITCH}=0 to skip its tests"
     done = subprocess.run(
         [
             *(_BROWSER, "--headless", "--no-sandbox", "--disable-gpu"),
@@ -58,7 +60,7 @@ def drawn(page: Path, *options: str) -> tuple[str, str]:
 
 
 def flaws(pages: Sequence[Path], folder: Path, widths: Sequence[int] = (1280, 400)) -> list[str]:
-    """The flaws of `browser_flaws.js` in each page, in windows of these widths."""
+    """Return the flaws that `browser_flaws.js` finds in each page, in windows of these widths."""
     harness = folder / "harness.htm"
     script = Path(__file__).with_name("browser_flaws.js").read_text()
     uris = json.dumps([page.as_uri() for page in pages])

@@ -1,4 +1,4 @@
-"""Fixtures that several suites share."""
+"""Provides fixtures that several test folders share."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from tests.small_disk import SmallDisk, small_disk
 if TYPE_CHECKING:
     from tests.engine import EngineUnderTest
 
-# No test depends on how fast the machine is: a first call may import or compile.
+# No test may depend on the speed of the machine, because a first call may import or compile.
 settings.register_profile("any_machine", deadline=None)
 settings.load_profile("any_machine")
 
-# A shell starts what it runs in the background with SIGINT ignored, which processes inherit.
+# A shell starts background processes with SIGINT ignored, and child processes inherit this.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
 def sglang_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
-    """One SGLang CPU server for the session; begin each test with `sglang_engine.hold("a")`."""
+    """Provide one SGLang CPU server for the session; each test must start with
+    `sglang_engine.hold("a")`."""
     pytest.importorskip("sglang")
     from tests.engine import start_engine
 
@@ -48,6 +49,6 @@ def new_file_mode(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[SmallDisk]:
-    """Eight megabytes that a test may fill or make read-only."""
+    """Provide a disk of eight megabytes that a test may fill or make read-only."""
     with small_disk(tmp_path / "disk", 8 << 20) as found:
         yield found

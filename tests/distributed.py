@@ -2,17 +2,18 @@
 
     results = run_ranks(check_layouts, 4, model_dir, timeout_seconds=90)
 
-`check_layouts(model_dir)` runs in every rank with the environment that torchrun would give it
-(RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), so that
-`torch.distributed.init_process_group("gloo")` works as it does in a job.
+`check_layouts(model_dir)` runs in every rank with the environment that torchrun would set (RANK,
+WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). Therefore
+`torch.distributed.init_process_group("gloo")` works as in a job.
 
 Invariants
-- Ranks are forked from one server process per test session that has torch, megatron, transformers
-  and the trainer imported already: the import is paid once, a launch costs a fraction of a second.
-  Still prefer many checks in one launch.
-- No rank outlives the call. The first rank to fail ends the others; its traceback is the error.
-- No port is fixed: the parent holds the rendezvous store on a port that the kernel chose.
-- Results travel by plain pickle (tensors by value, nothing shared with a process that has ended).
+- Ranks are forked from one server process for each test session, which has already imported torch,
+  megatron, transformers and the trainer. The import happens once, and a launch takes a fraction of
+  a second. Many checks in one launch are still faster than many launches.
+- No rank survives the call. The first rank that fails ends the other ranks; its traceback is the
+  error.
+- No port is fixed: the parent holds the rendezvous store on a port that the kernel has chosen.
+- Results are pickled (tensors by value; nothing is shared with a process that has ended).
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ _OUTPUT_TAIL = 4000
 
 
 class RankFailure(AssertionError):
-    """A rank raised, died or passed the time limit; carries its traceback and output."""
+    """Raised when a rank raises, dies or exceeds the time limit; contains the rank's traceback and
+    output."""
 
 
 def run_ranks(
@@ -58,11 +60,15 @@ def run_ranks(
     timeout_seconds: float = 120.0,
     method: str = "forkserver",
 ) -> list[Any]:
-    """`[function(*args) of rank 0, of rank 1, …]`; `function` and `args` must be picklable.
+    """Run `function(*args)` in each rank and return the results by rank; `function` and `args` must
+    be picklable.
 
-    `method` fork: ranks have what this process has imported, which must have started no threads.
+    Args:
+        method: Start method of the ranks. With `fork`, ranks have the imports of this process,
+            which must not have started threads.
 
-    Raises RankFailure as soon as one rank fails, or when `timeout_seconds` have passed.
+    Raises:
+        RankFailure: One rank failed, or `timeout_seconds` have passed.
     """
     import torch.distributed as dist
 
@@ -102,7 +108,7 @@ def _wait_for_all(processes: list[Any], folder: Path, timeout_seconds: float) ->
         if not ended:
             late = sorted(running.values())
             raise RankFailure(
-                f"ranks {late} still ran after {timeout_seconds} s\n"
+                f"ranks {late} were still running after {timeout_seconds} s\n"
                 + "\n".join(_output(folder, rank) for rank in late)
             )
         failed = []
@@ -120,7 +126,8 @@ def _wait_for_all(processes: list[Any], folder: Path, timeout_seconds: float) ->
 
 
 def _first_to_fail(folder: Path, world_size: int, failed: list[int]) -> int:
-    """The rank whose error was written first: the others often fail because of it."""
+    """Return the rank whose error was written first, because other ranks often fail as a
+    consequence."""
     written = [
         (path.stat().st_mtime_ns, rank)
         for rank in range(world_size)
@@ -147,7 +154,8 @@ def _rank_main(
     folder: str,
     timeout_seconds: float,
 ) -> None:
-    """Body of one rank: environment, output to a file, the function, its result to a file."""
+    """Run one rank: set its environment, redirect its output to a file, run the function, and write
+    the result to a file."""
     base = Path(folder)
     log = (base / f"{rank}.log").open("w")
     os.dup2(log.fileno(), 1)
@@ -172,11 +180,11 @@ def _rank_main(
     torch.set_num_threads(1)
     try:
         result = pickle.dumps(function(*args))
-    except BaseException:  # noqa: BLE001 - any failure of a rank is carried to the parent
+    except BaseException:  # noqa: BLE001 - every failure of a rank is reported to the parent
         (base / f"{rank}.error").write_text(traceback.format_exc())
         log.flush()
         os._exit(1)
     (base / f"{rank}.pickle").write_bytes(result)
     log.flush()
-    # Gloo's threads may outlive the interpreter's shutdown order; the result is on disk.
+    # A normal exit may crash in Gloo's threads during shutdown; the result is already on disk.
     os._exit(0)

@@ -1,4 +1,5 @@
-"""The names that docs/metrics.md documents; `{k}` stands for a number, other braces for a word."""
+"""Compares metric names with docs/metrics.md, in which `{k}` stands for a number, and other braces
+for a word."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ _EVERY_LINE = {"kind", "step", "lineage", "time", "name", "message", "scored_by"
 
 
 def undocumented(names: Iterable[str]) -> list[str]:
-    """Those of `names` that the page does not have, sorted.
+    """Return, sorted, the `names` that the page does not document.
 
-    Metrics of an evaluation set are `eval/SET/...`; the page has them as `eval/...`.
+    Metrics of an evaluation set are called `eval/SET/...`; the page documents them as `eval/...`.
     """
     keys = re.findall(r"`([a-z_]+/[\w{}/]+)`", PAGE.read_text())
     patterns = [
@@ -25,6 +26,6 @@ def undocumented(names: Iterable[str]) -> list[str]:
 
 
 def undocumented_in(metrics_file: Path) -> list[str]:
-    """Those that a run has written."""
+    """Return the undocumented names in the metrics file of a run."""
     lines = map(json.loads, metrics_file.read_text().splitlines())
     return undocumented({name for line in lines for name in line} - _EVERY_LINE)

@@ -1,7 +1,7 @@
-"""One real SGLang server for a whole test session, and small models to put on it.
+"""Provides one real SGLang server for a test session, and small models for the server.
 
-A test begins with `engine.hold("a")`: the server then holds that model's weights, runs nothing
-and is not paused, whatever an earlier test did.
+A test must start with `engine.hold("a")`. After this call, the server has the weights of model `a`,
+runs no request and is not paused, regardless of earlier tests.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _Result = TypeVar("_Result")
 
 @dataclass
 class EngineUnderTest:
-    """The server, and models `a` and `b` in float32 with their directories."""
+    """The server, and the models `a` and `b` in float32 with their directories."""
 
     process: SGLangProcess
     directories: dict[str, Path]
@@ -49,20 +49,21 @@ class EngineUnderTest:
         return call(self.address, "POST", path, body, _CALL_SECONDS)
 
     def hold(self, model: str, version: PolicyVersion = PolicyVersion(0, 0)) -> None:  # noqa: B008
-        """Idle, not paused, with the weights of `model` under `version`."""
+        """Make the server idle and not paused, with the weights of `model` as policy version
+        `version`."""
         self.post("abort_request", {"abort_all": True})
         self.post("continue_generation", {"torch_empty_cache": False})
         deadline = time.monotonic() + _CALL_SECONDS
         while True:
             try:
                 return self.load(model, version)
-            except EngineCallError as error:  # what was aborted ends a moment later
+            except EngineCallError as error:  # Aborted requests end a moment later.
                 if "still running" not in str(error) or time.monotonic() > deadline:
                     raise
             time.sleep(0.05)
 
     def load(self, model: str, version: PolicyVersion, flush_cache: bool = True) -> None:
-        """SGLang's own way to load weights: what every other way is compared with."""
+        """Load weights by SGLang's own method, with which all other methods are compared."""
         self.post(
             "update_weights_from_disk",
             {
@@ -73,15 +74,15 @@ class EngineUnderTest:
         )
 
     def checksum(self) -> str:
-        answer = self.post("weights_checker", {"action": "checksum"})
-        return str(answer["per_engine_checksum"])
+        reply = self.post("weights_checker", {"action": "checksum"})
+        return str(reply["per_engine_checksum"])
 
     def tensors(self, model: str) -> list[tuple[str, torch.Tensor]]:
-        """Names and tensors as the Hugging Face checkpoint has them."""
+        """Return names and tensors as in the Hugging Face checkpoint of `model`."""
         return [(name, tensor.clone()) for name, tensor in self.models[model].state_dict().items()]
 
     def run(self, check: Callable[[SGLangClient], Awaitable[_Result]], limit: float = 60.0) -> Any:
-        """`await check(client)` on an event loop of its own."""
+        """Run `check(client)` on a separate event loop and return its result."""
 
         async def body() -> _Result:
             client = await SGLangClient.connect("engine", self.process.url, SETTINGS)
@@ -94,7 +95,7 @@ class EngineUnderTest:
 
 
 def start_engine(folder: Path, settings: EngineConfig = SETTINGS) -> EngineUnderTest:
-    """Make the models and start the server on `a`."""
+    """Save the models and start the server with model `a`."""
     directories = {name: folder / name for name in ("a", "b")}
     models = {
         name: save_hf_model(
@@ -103,7 +104,7 @@ def start_engine(folder: Path, settings: EngineConfig = SETTINGS) -> EngineUnder
         for seed, (name, path) in enumerate(directories.items())
     }
     process = SGLangProcess(directories["a"], settings, folder / "engine.log")
-    # Room for a whole response is kept free, so that a test can fill the engine with a few.
+    # The server reserves the tokens of a complete response, so that a few requests fill the engine.
     with mock.patch.dict(os.environ, {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "4096"}):
         process.start()
     return EngineUnderTest(process, directories, models)
@@ -112,7 +113,8 @@ def start_engine(folder: Path, settings: EngineConfig = SETTINGS) -> EngineUnder
 def make_request(
     name: str, prompt: list[int], length: int, forced: bool = True, **changes: Any
 ) -> GenerationRequest:
-    """A request of `length` tokens, exactly (`forced`) or at most."""
+    """Return a request for `length` tokens: exactly as many if `forced`, otherwise at most as
+    many."""
     return GenerationRequest(
         request_id=name,
         input_ids=np.asarray(prompt, dtype=np.int32),
@@ -124,7 +126,7 @@ def make_request(
 
 
 def crash_after(engine: SimulatedEngine, tokens: int) -> None:
-    """Have it die when this many more tokens have been generated."""
+    """Make the engine crash when it has generated `tokens` more tokens."""
     last, advance = engine.tokens_generated + tokens, engine._advance
 
     def counted(running: Any) -> Any:
@@ -139,7 +141,7 @@ def crash_after(engine: SimulatedEngine, tokens: int) -> None:
 async def collect(
     client: Any, request: GenerationRequest, into: list[TokenChunk] | None = None
 ) -> list[TokenChunk]:
-    """All chunks of a response; they are in `into` as they arrive."""
+    """Return all chunks of a response; chunks are added to `into` as they arrive."""
     chunks = into if into is not None else []
     async for chunk in client.generate(request):
         chunks.append(chunk)
@@ -147,10 +149,10 @@ async def collect(
 
 
 async def until_streaming(responses: Sequence[list[TokenChunk]], chunks: int = 2) -> None:
-    """Wait until this many chunks of each response have arrived."""
+    """Wait until at least `chunks` chunks of each response have arrived."""
     deadline = time.monotonic() + 30.0
     while any(len(response) < chunks for response in responses):
-        assert time.monotonic() < deadline, "the engine does not stream"
+        assert time.monotonic() < deadline, "the engine has not streamed enough chunks after 30 s"
         await asyncio.sleep(0.002)
 
 

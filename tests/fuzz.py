@@ -1,7 +1,8 @@
-"""Property tests on damaged input: how many examples they take, and what a proper refusal is.
+"""Provides property tests of damaged input: the number of their examples, and the check of
+refusals.
 
-CI runs few examples of each property at a fixed seed. By hand, `MEGATRON_ASYNC_FUZZ=200 pytest -k
-fuzz` takes 200 times as many at new seeds.
+CI runs few examples of each property at a fixed seed. To run 200 times as many at new seeds, call
+`MEGATRON_ASYNC_FUZZ=200 pytest -k fuzz`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from hypothesis import strategies as st
 from megatron_async.errors import UserError
 
 FACTOR = int(os.environ.get("MEGATRON_ASYNC_FUZZ", "0"))
-LONGEST_SENTENCE = 1500
+LONGEST_MESSAGE = 1500
 
 T = TypeVar("T")
 
 
 def fuzzed(examples: int) -> settings:
-    """Settings of a property that takes `examples` in CI."""
+    """Return Hypothesis settings for a property that runs `examples` examples in CI."""
     return settings(
         max_examples=examples * max(1, FACTOR),
         derandomize=not FACTOR,
@@ -34,12 +35,13 @@ def fuzzed(examples: int) -> settings:
 
 
 def accepted(call: Callable[[], T]) -> T | None:
-    """What `call` returns; None when it refuses with one printable sentence."""
+    """Return the result of `call`, or None if `call` raises a UserError with one short printable
+    message."""
     try:
         return call()
     except UserError as error:
-        sentence = str(error)
-        assert sentence and sentence.isprintable() and len(sentence) <= LONGEST_SENTENCE, sentence
+        message = str(error)
+        assert message and message.isprintable() and len(message) <= LONGEST_MESSAGE, message
         return None
 
 
@@ -47,7 +49,7 @@ def _deep(levels: int) -> str:
     return "[" * levels + "]" * levels
 
 
-# Text of JSON values, of those too that `json.dumps` cannot or should not write.
+# Texts of JSON values, including values that `json.dumps` cannot or should not write.
 _PLAIN = st.recursive(
     st.none()
     | st.booleans()
@@ -77,24 +79,24 @@ json_texts = _PLAIN | _EXTREME
 
 
 def damaged(whole: bytes) -> st.SearchStrategy[bytes]:
-    """`whole` with bytes cut, put in, or changed."""
+    """Return a strategy that generates `whole` with bytes removed, inserted or changed."""
 
-    def cut(place: int, length: int) -> bytes:
-        return whole[:place] + whole[place + length :]
+    def cut(position: int, length: int) -> bytes:
+        return whole[:position] + whole[position + length :]
 
-    def put(place: int, piece: bytes) -> bytes:
-        return whole[:place] + piece + whole[place:]
+    def insert(position: int, piece: bytes) -> bytes:
+        return whole[:position] + piece + whole[position:]
 
-    def change(place: int, piece: bytes) -> bytes:
-        return whole[:place] + piece + whole[place + len(piece) :]
+    def change(position: int, piece: bytes) -> bytes:
+        return whole[:position] + piece + whole[position + len(piece) :]
 
-    places = st.integers(0, len(whole)) | st.integers(0, min(64, len(whole)))
+    positions = st.integers(0, len(whole)) | st.integers(0, min(64, len(whole)))
     pieces = st.binary(max_size=9) | st.sampled_from(
         [b"\xff", b"\x00", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\n", b"\r", b"\xe2\x80\xa8"]
     )
     return st.one_of(
-        st.builds(cut, places, st.integers(0, len(whole))),
-        st.builds(put, places, pieces),
-        st.builds(change, places, pieces),
+        st.builds(cut, positions, st.integers(0, len(whole))),
+        st.builds(insert, positions, pieces),
+        st.builds(change, positions, pieces),
         st.binary(max_size=40),
     )

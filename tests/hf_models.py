@@ -1,7 +1,8 @@
-"""Small random Hugging Face models of every supported family, and their reference log-probs.
+"""Provides small random Hugging Face models of every supported family, and their reference
+log-probs.
 
-Weights are drawn wide enough that log-probs spread over tens of nats: a wrong head, rope or norm
-shows far above float32 rounding.
+The range of the weights is wide enough that log-probs spread over tens of nats. Therefore the
+effect of a wrong head, rope or norm is far larger than float32 rounding.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
-# Whose two KV heads do not divide by four.
+# Cases whose two KV heads cannot be divided among four ranks.
 NARROW_CASES = ("qwen2_yarn",)
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama3": ("llama", "Llama", {"head_dim": 8, "rope_parameters": _LLAMA3_ROPE}),
@@ -49,7 +50,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("qwen2", "Qwen2", {}),
     "qwen2_tied": ("qwen2", "Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", "Qwen3", {"head_dim": 8}),
-    # All of its bands at a head dimension of 8; most sequences of the tests are longer than 16.
+    # All bands of YaRN occur at a head dimension of 8. Most sequences exceed 16 tokens.
     "qwen2_yarn": (
         "qwen2",
         "Qwen2",
@@ -78,7 +79,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
-# A family that is the user's own: examples/own_family.
+# A family that a user has defined: examples/own_family.
 OWN_CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral": ("mistral", "Mistral", {"sliding_window": None}),
 }
@@ -118,14 +119,14 @@ def build_hf_model(case: str, seed: int = 0, **overrides: Any) -> Any:
 
 
 def save_hf_model(case: str, folder: Path, seed: int = 0, **overrides: Any) -> Any:
-    """`build_hf_model`, saved to `folder`."""
+    """Build a model with `build_hf_model`, save it to `folder` and return it."""
     model = build_hf_model(case, seed, **overrides)
     model.save_pretrained(folder)
     return model
 
 
 def random_stream(lengths: Sequence[int], seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Token ids [T] and cu_seqlens [S + 1] of sequences with these lengths."""
+    """Return random token IDs [T] and cu_seqlens [S + 1] of sequences with these lengths."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCAB, (sum(lengths),), generator=generator)
     return ids, torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
@@ -135,7 +136,8 @@ def random_stream(lengths: Sequence[int], seed: int = 0) -> tuple[Tensor, Tensor
 def reference_logprobs(
     model: Any, token_ids_T: Tensor, cu_seqlens_S1: Tensor, temperature: float
 ) -> Tensor:
-    """log π(token | its sequence so far) by transformers, one sequence at a time, [T]; 0 first."""
+    """Return log π(token | its sequence so far) by transformers, one sequence at a time, [T]; 0 for
+    the first token of each sequence."""
     out_T = torch.zeros(token_ids_T.shape[0])
     borders = cu_seqlens_S1.tolist()
     for start, stop in pairwise(borders):
@@ -146,7 +148,7 @@ def reference_logprobs(
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a Hugging Face directory, from however many files."""
+    """Return all tensors of a Hugging Face directory, from all its files."""
     found: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         found |= load_file(path)

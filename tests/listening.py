@@ -1,4 +1,4 @@
-"""Which processes listen for connections, and how far these can come from."""
+"""Lists which processes of a run listen for connections, and on which interfaces."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _KINDS = {
     r"engines\.(sglang|simulated)\.server|^sglang::": "engine",
     r"train_loop\.rank": "trainer rank",
     r"megatron_async\.cli train": "`train`",
-    r"places\.host rollout-manager|ray::ManagerHost": "rollout manager",
-    r"places\.host engine\d+-host|ray::EngineHost": "host of an engine",
+    r"process_backends\.host rollout-manager|ray::ManagerHost": "rollout manager",
+    r"process_backends\.host engine\d+-host|ray::EngineHost": "host of an engine",
     r"scoring\.process_main": "scorer",
     r"ray::ScorerWorker": "scorer's worker",
     r"torch\.distributed\.run": "torchrun",
@@ -24,13 +24,14 @@ _KINDS = {
 
 
 def kind_of(process: psutil.Process) -> str:
-    """What a process of a run is called on the page."""
+    """Return the name of a run's process on the page docs/clusters.md."""
     line = " ".join(process.cmdline())
     return next((kind for mark, kind in _KINDS.items() if re.search(mark, line)), line)
 
 
 def listening(processes: Iterable[psutil.Process]) -> set[tuple[str, str]]:
-    """Pairs of a kind of process and what it listens on, by /proc/net/tcp and tcp6."""
+    """Return pairs of a process kind and the interface on which it listens, from /proc/net/tcp and
+    tcp6."""
     found = set()
     for process in processes:
         try:
@@ -53,7 +54,7 @@ def _interface(address: str) -> str:
 
 
 def documented() -> set[tuple[str, str]]:
-    """What the page lists for the processes of one machine."""
+    """Return the pairs that the page lists for the processes of one machine."""
     table = PAGE.read_text().partition("| listens | `local` |\n")[2].partition("\n\n")[0]
     rows = re.findall(r"^ *\| ([^|]+) \| ([^|]+) \|$", table, re.M)
     assert rows

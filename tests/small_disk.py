@@ -1,6 +1,7 @@
-"""A real file system of a few megabytes that a test can fill and make read-only.
+"""Provides a real file system of a few megabytes that a test can fill and make read-only.
 
-A tmpfs of its own: a full disk and a read-only one refuse root too, which permissions do not.
+The file system is a separate tmpfs, because a full or read-only disk refuses root too, which file
+permissions do not.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ _FILLER = ".filler"
 
 
 class SmallDisk:
-    """Mounted at `path`."""
+    """Small disk that is mounted at `path`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def fill(self, leave: int = 0) -> None:
-        """Take all but `leave` bytes (whole pages)."""
+        """Fill the disk except for `leave` bytes (whole pages)."""
         file = os.open(self.path / _FILLER, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             while (free := self.free_bytes() - leave) > 0:
                 os.write(file, bytes(min(free, 1 << 20)))
-        except OSError:  # somebody else took the rest
+        except OSError:  # Another process used the remaining space.
             pass
         finally:
             os.close(file)
@@ -39,11 +40,11 @@ class SmallDisk:
         return found.f_bavail * found.f_frsize
 
     def make_room(self) -> None:
-        """Give back what `fill` has taken."""
+        """Free the space that `fill` has used."""
         (self.path / _FILLER).unlink(missing_ok=True)
 
     def read_only(self) -> None:
-        """Nothing may be open for writing."""
+        """Make the disk read-only; no file on it may be open for writing."""
         _run("mount", "-o", "remount,ro", str(self.path))
 
     def writable(self) -> None:
@@ -52,12 +53,12 @@ class SmallDisk:
 
 @contextmanager
 def small_disk(path: Path, size: int) -> Iterator[SmallDisk]:
-    """Skips the test where this process may not mount."""
+    """Mount a small disk at `path`; skip the test if this process may not mount."""
     path.mkdir(parents=True, exist_ok=True)
     try:
         _run("mount", "-t", "tmpfs", "-o", f"size={size}", "megatron-async-test", str(path))
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"a disk that can be filled needs the right to mount a tmpfs: {error}")
+        pytest.skip(f"a disk that can be filled needs permission to mount a tmpfs: {error}")
     try:
         yield SmallDisk(path)
     finally:

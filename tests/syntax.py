@@ -4,9 +4,9 @@ import ast
 
 
 def parse(source: str) -> ast.Module:
-    """`ast.parse`, once more where CPython 3.11 fails by itself.
+    """Parse `source`, and try again if CPython 3.11 fails by mistake.
 
-    It may raise "AST constructor recursion depth mismatch" where the source is in order.
+    CPython 3.11 may raise "AST constructor recursion depth mismatch" for valid source.
     """
     try:
         return ast.parse(source)

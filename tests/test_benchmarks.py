@@ -1,7 +1,7 @@
-"""Programs of benchmarks: their settings load, and their tables and counts are right.
+"""Tests the benchmark programs: their settings load, and their tables and counts are correct.
 
-The control's rewards of episodes are shuffled; comparisons are made in pieces, pair by pair; what a
-kill costs is counted by processes that are killed.
+The tests cover shuffled rewards for the control of episodes, comparisons pair by pair, and counters
+that survive the SIGKILL of their process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_async.telemetry.metrics import MetricsWriter
 
 
 @pytest.mark.parametrize("key", pieces(["guessing_game", "calculator"], 3, 2), ids=name_of)
-def test_every_run_is_its_example_with_a_schedule_and_a_seed(
+def test_episode_benchmark_settings_load_with_their_preset_and_seed(
     key: dict[str, object], tmp_path: Path
 ) -> None:
     settings = settings_of(key, tmp_path, tmp_path / "model")
@@ -37,30 +37,32 @@ def test_every_run_is_its_example_with_a_schedule_and_a_seed(
     assert config.has_episodes
     assert (config.schedule.preset, config.seed) == (key["preset"], key["seed"])
     assert config.scorers.of_groups == key["shuffled"]
-    assert config.eval_sets()[0].samples == 1, "so that evaluations have the true rewards"
+    assert config.eval_sets()[0].samples == 1, "evaluations must have the true rewards"
 
 
-def test_shuffled_rewards_are_those_of_the_group_in_another_order() -> None:
+def test_shuffled_rewards_are_a_permutation_of_the_rewards_of_the_group() -> None:
     seed = 7
     number = str(random.Random(seed).randint(1, 100))
-    answers = [number, "x", "101", number, "0", "-", "", number]
-    for of in ("game", "product"):
-        samples = [Sample(text, answer=number, metadata={"seed": seed}) for text in answers]
-        shuffled = Shuffled(of)
-        own = [float(text == number) for text in answers]
+    responses = [number, "x", "101", number, "0", "-", "", number]
+    for kind in ("game", "product"):
+        samples = [Sample(text, answer=number, metadata={"seed": seed}) for text in responses]
+        shuffled = Shuffled(kind)
+        own = [float(text == number) for text in responses]
         totals = []
         for _ in range(20):
             scored = shuffled(samples)
-            assert [parts["true"] for _, parts in scored] == own
-            given = own if of == "game" else [0.0] * len(own)
-            totals.append([value + g for (value, _), g in zip(scored, given, strict=True)])
+            assert [components["true"] for _, components in scored] == own
+            turn_rewards = own if kind == "game" else [0.0] * len(own)
+            totals.append([value + g for (value, _), g in zip(scored, turn_rewards, strict=True)])
         assert all(sorted(total) == sorted(own) for total in totals)
         assert len({tuple(total) for total in totals}) > 10
-        alone = samples[0]
-        assert shuffled([alone])[0][0] == (0.0 if of == "game" else 1.0), "as in an evaluation"
+        single = samples[0]
+        assert shuffled([single])[0][0] == (0.0 if kind == "game" else 1.0), (
+            "single samples keep their reward"
+        )
 
 
-def test_a_row_has_the_success_before_and_after(tmp_path: Path) -> None:
+def test_episode_benchmark_row_has_the_success_before_and_after(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     with MetricsWriter(file, lineage=0) as metrics:
         for step, share in ((0, 0.4), (2, 0.9)):
@@ -77,24 +79,32 @@ def test_a_row_has_the_success_before_and_after(tmp_path: Path) -> None:
     assert "Below 30 points: calculator-copris-1." in table([poor])
 
 
-def test_a_piece_that_has_a_row_is_not_made_again(tmp_path: Path) -> None:
+def test_missing_lists_only_pieces_without_a_row(tmp_path: Path) -> None:
     file = tmp_path / "new" / "rows.jsonl"
     assert read(file) == []
-    wanted = [{"seed": seed, "sizes": {"steps": steps}} for seed in (1, 2) for steps in (8, 16)]
-    append(file, {**wanted[1], "seconds": 3.5})
-    assert missing(wanted, read(file)) == [wanted[0], wanted[2], wanted[3]]
+    wanted_pieces = [
+        {"seed": seed, "sizes": {"steps": steps}} for seed in (1, 2) for steps in (8, 16)
+    ]
+    append(file, {**wanted_pieces[1], "seconds": 3.5})
+    assert missing(wanted_pieces, read(file)) == [
+        wanted_pieces[0],
+        wanted_pieces[2],
+        wanted_pieces[3],
+    ]
 
 
 @pytest.mark.parametrize(
-    "given",
+    "arguments",
     [
         ["--steps", "8", "--out", "/somewhere/else.md", "--full"],
         ["--out=/somewhere/else.md", "--steps", "8", "--full"],
         ["--steps", "8", "--full", "--out", "/somewhere/else.md"],
     ],
 )
-def test_the_result_file_is_left_out(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["/somewhere/benchmarks/store.py", *given])
+def test_command_line_omits_the_result_file(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/benchmarks/store.py", *arguments])
     assert command_line("benchmarks.store") == "python -m benchmarks.store --steps 8 --full"
 
 
@@ -107,12 +117,13 @@ def versus_row(system: str, seed: int, step: float, accuracies: list[float]) -> 
         "step_seconds": [step] * 10,
         "tokens": [1000.0] * 10,
         "rewards": [0.1] * 7 + [0.5] * 3,
-        "accuracies": [[5 * place, value] for place, value in enumerate(accuracies)],
+        "accuracies": [[5 * index, value] for index, value in enumerate(accuracies)],
     }
 
 
-def test_systems_are_compared_seed_by_seed() -> None:
-    """Seed 1: 6 s against 2 s a step, the target after 10 and after 5 steps: 60 s against 10 s."""
+def test_versus_trl_table_compares_systems_seed_by_seed() -> None:
+    """Seed 1 has 6 s against 2 s for a step, and reaches the target after 10 and 5 steps: 60 s
+    against 10 s."""
     text = versus_trl.table(
         [
             versus_row("trl", 1, 6.0, [0.6, 0.8, 0.9]),
@@ -143,13 +154,13 @@ def schedule_row(
     }
 
 
-def test_a_schedule_is_compared_with_sync_of_its_own_repetition() -> None:
+def test_time_table_compares_a_schedule_with_sync_of_its_repetition() -> None:
     rows = [
         schedule_row("sync", 0, 4.0),
         schedule_row("copris", 0, 2.0),
         schedule_row("sync", 1, 9.0),
         schedule_row("copris", 1, 4.0),
-        schedule_row("copris", 2, 100.0),  # its sync is not made yet
+        schedule_row("copris", 2, 100.0),  # The sync run of this repetition does not exist yet.
     ]
     copris = schedules.time_table(rows).splitlines()[-1]
     assert copris.startswith(
@@ -158,14 +169,16 @@ def test_a_schedule_is_compared_with_sync_of_its_own_repetition() -> None:
     )
 
 
-def test_a_schedule_that_trains_more_tokens_a_step_is_given_them() -> None:
-    """Half as long again a step for three times the tokens: twice as fast, not slower."""
+def test_time_table_compares_seconds_for_equally_many_tokens() -> None:
+    """A step that takes 1.5 times as long and trains three times the tokens is twice as fast, not
+    slower."""
     rows = [schedule_row("sync", 0, 2.0), schedule_row("copris", 0, 3.0, tokens=3000.0)]
     assert "| 3,000 | 1,000 | 2.00 | 500 | 2.00 | 3.00 |" in schedules.time_table(rows)
 
 
-def test_pairs_that_spread_too_far_void_the_measurement() -> None:
-    """2.2 and 1.8 times: 0.4 is 20 % of their median; 2.6 and 1.8: 36 %."""
+def test_time_table_is_void_when_pairs_of_runs_spread_too_far() -> None:
+    """For ratios of 2.2 and 1.8, the spread of 0.4 is 20 % of their median; for 2.6 and 1.8, it is
+    36 %."""
     for faster, void in ((2.2, False), (2.6, True)):
         rows = [
             schedule_row("sync", 0, 1.0),
@@ -196,8 +209,8 @@ def metrics_line(step: int, seconds: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("updates", [1, 4])
-def test_the_first_updates_are_not_measured(updates: int) -> None:
-    """12 updates of warm-up, which are three batches of `rapid`; figures are per update."""
+def test_schedule_benchmark_row_excludes_warm_up_updates(updates: int) -> None:
+    """The warm-up has 12 updates, which are three batches of `rapid`; figures are per update."""
     warm, measured = 12 // updates, 24 // updates
     lines = [metrics_line(step, 99.0) for step in range(warm)]
     lines += [metrics_line(10, 8.0) for _ in range(measured)]
@@ -209,8 +222,10 @@ def test_the_first_updates_are_not_measured(updates: int) -> None:
 
 
 @pytest.mark.parametrize("preset", schedules.PRESETS)
-def test_every_schedule_makes_the_same_number_of_updates(preset: str, tmp_path: Path) -> None:
-    """By default 12 of warm-up and 24 measured, of 32 trajectories each."""
+def test_schedule_benchmark_makes_equally_many_updates_for_every_preset(
+    preset: str, tmp_path: Path
+) -> None:
+    """The defaults are 12 updates of warm-up and 24 measured updates, of 32 trajectories each."""
     options = schedules.parsed([])
     settings = schedules.settings_of(preset, "tail", tmp_path, tmp_path, options)
     schedule = settings["schedule"]
@@ -219,7 +234,7 @@ def test_every_schedule_makes_the_same_number_of_updates(preset: str, tmp_path: 
     assert trajectories / schedule["updates_per_batch"] == 32
 
 
-def test_both_systems_take_the_same_settings(tmp_path: Path) -> None:
+def test_versus_trl_settings_differ_only_in_their_distribution(tmp_path: Path) -> None:
     options = argparse.Namespace(model=tmp_path, steps=20, every=5)
     short, tail = (
         versus_trl.settings_of(name, 3, tmp_path, options) for name in versus_trl.DISTRIBUTIONS
@@ -228,7 +243,7 @@ def test_both_systems_take_the_same_settings(tmp_path: Path) -> None:
     assert short.optimizer == tail.optimizer
     assert short.task.params["mixture"] != tail.task.params["mixture"]
     assert (tail.seed, tail.task.train_seed, tail.eval.every_steps) == (3, 3, 5)
-    assert tail.algorithm.kl.loss_coef == pytest.approx(0)  # TRL's beta
+    assert tail.algorithm.kl.loss_coef == pytest.approx(0)  # TRL's default beta.
 
 
 _WRITES = """
@@ -236,10 +251,10 @@ import os, signal, sys
 from pathlib import Path
 from benchmarks.restart.counters import Counters
 
-one = Counters(Path(sys.argv[1]))
-one.trajectories[[0, 7]] = [3, 5]
-one.waited(0.25)
-one.waited(0.5)
+counters = Counters(Path(sys.argv[1]))
+counters.trajectories[[0, 7]] = [3, 5]
+counters.waited(0.25)
+counters.waited(0.5)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -257,12 +272,15 @@ def test_counters_survive_a_sigkill(tmp_path: Path) -> None:
     ("name", "trajectory"),
     [("t17-3;", 17), ("5f0c.12;t17-3;", 17), ("eval.t17.0;", None), ("5f0c.12;check;", None)],
 )
-def test_trajectory_of_a_request_is_in_its_name(name: str, trajectory: int | None) -> None:
+def test_trajectory_of_reads_the_trajectory_from_a_request_name(
+    name: str, trajectory: int | None
+) -> None:
     assert counters.trajectory_of(name) == trajectory
 
 
-def test_losses_are_of_unfinished_responses_only() -> None:
-    """Prompts of 5: lost 3 of 20; finished; lost all 7 of 7; never started; none yet generated."""
+def test_restart_losses_count_only_unfinished_responses() -> None:
+    """Prompts have 5 tokens. The responses lost 3 of 20 tokens, were finished, lost all 7 tokens,
+    were never started, and had no token."""
     generated = np.array([25.0, 40, 12, 0, 0])
     started = np.array([5.0, 5, 5, 0, 5])
     resumed = np.array([22.0, 0, 5, 5, 5])
@@ -271,13 +289,13 @@ def test_losses_are_of_unfinished_responses_only() -> None:
         losses(generated - 5, started, resumed)
 
 
-def row(lost: int, back: float) -> dict[str, Any]:
-    times = {"engine_pauses": 0, "blocked": 0, "batch": 2 * back, "trained": 3 * back}
-    return {"kind": "kill", "number": 0, "lost_largest": lost, "first_token": back, **times}
+def restart_row(lost: int, seconds: float) -> dict[str, Any]:
+    times = {"engine_pauses": 0, "blocked": 0, "batch": 2 * seconds, "trained": 3 * seconds}
+    return {"kind": "kill", "number": 0, "lost_largest": lost, "first_token": seconds, **times}
 
 
-def test_every_goal_is_that_of_the_worst_run() -> None:
-    good, worse = row(64, 30.0), row(65, 31.0)
+def test_restart_goals_are_judged_by_the_worst_run() -> None:
+    good, worse = restart_row(64, 30.0), restart_row(65, 31.0)
     assert "| 64 | 64.0 | yes |" in goals([good])
     assert "first token | 30 | 30.0 | yes |" in goals([good])
     assert "| 64 | 65.0 | **no** |" in goals([good, worse])

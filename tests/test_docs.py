@@ -1,7 +1,8 @@
-"""What the documentation shows is executed: configurations load, Python runs, commands exist.
+"""Tests the code that the documentation shows: configurations load, Python runs, and commands
+exist.
 
-A block after `<!-- not run: REASON -->` is left out. Python with a title is a file of the tutorial,
-which `test_tutorial.py` walks.
+A block after `<!-- not run: REASON -->` is left out. Python blocks with a title are files of the
+tutorial, which `test_tutorial.py` runs.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ class Block:
 
 
 def blocks(language: str) -> list[Block]:
-    """Blocks of this language that are to be run."""
+    """Return the blocks of this language that are to be run."""
     found = []
     for page in PAGES:
         text = page.read_text()
         for match in _BLOCK.finditer(text):
-            walked = language == "python" and "title=" in match[3]
-            if match[1] is None and match[2] == language and not walked:
+            in_tutorial = language == "python" and "title=" in match[3]
+            if match[1] is None and match[2] == language and not in_tutorial:
                 found.append(Block(page, text.count("\n", 0, match.start()) + 1, match[4]))
     return found
 
 
 def commands(language: str) -> Iterator[tuple[Block, list[str]]]:
-    """Words of each `megatron-async` line."""
+    """Yield each `megatron-async` command line as its block and its words."""
     for block in blocks(language):
         for line in block.text.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
@@ -67,7 +68,7 @@ def commands(language: str) -> Iterator[tuple[Block, list[str]]]:
 
 
 @pytest.mark.parametrize("block", blocks("yaml"), ids=str)
-def test_a_configuration_loads(block: Block) -> None:
+def test_documented_configuration_loads(block: Block) -> None:
     settings = anchored(yaml.safe_load(block.text), block.page.parent)
     settings.pop("base", None)
     (build_simulation if "simulate" in settings else build_config)(settings)
@@ -76,8 +77,10 @@ def test_a_configuration_loads(block: Block) -> None:
 @pytest.mark.parametrize(
     "page", sorted({block.page for block in blocks("python")}), ids=lambda p: p.name
 )
-def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of a page run one after the other, as a reader would."""
+def test_documented_python_runs(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks of a page run in order, in one namespace, as a reader would run them."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks("python"):
@@ -87,13 +90,13 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("block", "words"), commands("bash"), ids=lambda x: str(x)[:60])
-def test_a_command_and_its_options_exist(block: Block, words: list[str]) -> None:
+def test_documented_command_and_its_options_exist(block: Block, words: list[str]) -> None:
     command: Any = None
     group = COMMANDS
     while words and words[0].split("|")[0] in group:
         command = group[words.pop(0).split("|")[0]]
         group = getattr(command, "commands", {})
-    assert command is not None, f"{block}: {words[:1]} is no command"
+    assert command is not None, f"{block}: {words[:1]} is not a command"
     known = {name for p in command.params for name in (*p.opts, *p.secondary_opts)} | {"--help"}
     used = {w.strip("[]").partition("=")[0] for w in words if w.strip("[").startswith("--")}
     assert used <= known, f"{block}: {sorted(used - known)}"
@@ -111,33 +114,34 @@ def test_every_metric_of_the_code_is_documented() -> None:
     assert undocumented(names) == []
 
 
-def test_the_table_of_a_runs_folder_names_what_the_code_writes() -> None:
-    """Of `RunDirectory` and the store; what only a failed or running run has is left out."""
+def test_documented_run_directory_lists_the_files_of_a_run() -> None:
+    """The files are those of `RunDirectory` and the store, except files that only a failed or
+    running run has."""
     directory = RunDirectory(Path("runs/first"))
-    places = [directory.config_file, directory.metrics_file, directory.tensorboard]
-    places += [directory.checkpoints, directory.store_file, directory.events, directory.logs]
-    places += [directory.hf_export, export_file(directory.store_file).parent]
+    paths = [directory.config_file, directory.metrics_file, directory.tensorboard]
+    paths += [directory.checkpoints, directory.store_file, directory.events, directory.logs]
+    paths += [directory.hf_export, export_file(directory.store_file).parent]
     page = (ROOT / "docs" / "getting-started.md").read_text()
-    assert [p.name for p in places if not re.search(rf"`{re.escape(p.name)}/?`", page)] == []
+    assert [p.name for p in paths if not re.search(rf"`{re.escape(p.name)}/?`", page)] == []
 
 
 @pytest.mark.parametrize("name", ["AGENTS.md", "CONTRIBUTING.md", "README.md"])
-def test_files_and_folders_that_a_page_at_the_top_names_are_there(name: str) -> None:
+def test_files_and_folders_named_by_a_top_level_page_exist(name: str) -> None:
     text = (ROOT / name).read_text()
     named = set(re.findall(r"\]\((?!https?:)([^)#]+)", text))
     code = "\n".join(re.findall(r"`[^`\n]+`|^```.*?^```", text, re.M | re.S))
     named |= set(re.findall(r"(?<![\w./=-])[a-z_]+/[\w./-]*\w", code))
-    made = ("models/", "data/", "runs/")  # by whoever runs the commands
-    found = [ROOT / path for path in named if not path.startswith(made)]
+    created = ("models/", "data/", "runs/")  # The commands on the page create these folders.
+    found = [ROOT / path for path in named if not path.startswith(created)]
     assert len(found) > 5
     assert [str(path) for path in found if not path.exists()] == []
 
 
-def test_the_page_for_coding_assistants_fits_on_one_page() -> None:
+def test_agents_page_has_at_most_sixty_lines() -> None:
     assert len((ROOT / "AGENTS.md").read_text().splitlines()) <= 60
 
 
-def test_every_sentence_of_a_step_links_to_a_function_that_exists() -> None:
+def test_steps_of_the_architecture_page_link_to_existing_functions() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     steps = re.findall(r"^\d+\. (.+)$", page.split("## Packages")[0], re.M)
     assert len(steps) >= 8
@@ -148,10 +152,10 @@ def test_every_sentence_of_a_step_links_to_a_function_that_exists() -> None:
             source = (ROOT / file).read_text()
             *owner, function = name.split(".")
             assert re.search(rf"^ *(async )?def {function}\(", source, re.M), name
-            assert all(re.search(rf"^class {one}\b", source, re.M) for one in owner), name
+            assert all(re.search(rf"^class {part}\b", source, re.M) for part in owner), name
 
 
-def test_the_front_page_is_short_and_shows_the_two_commands() -> None:
+def test_readme_is_short_and_shows_the_two_setup_commands() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.split()) <= 600
     assert text.index("quickstart.sh") < text.index("launch/test.sh")

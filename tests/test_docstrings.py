@@ -1,4 +1,4 @@
-"""Docstrings name parameters that exist."""
+"""Tests that docstrings name only parameters that exist."""
 
 from __future__ import annotations
 

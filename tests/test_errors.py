@@ -1,4 +1,5 @@
-"""Causes of a process's end, found in logs as torchrun, torch, SGLang and Ray write them."""
+"""Tests the search for the cause of a process's end in logs that torchrun, torch, SGLang and Ray
+have written."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ DATA = Path(__file__).parent / "data"
     ],
 )
 def test_cause_in_log_omits_what_torchrun_writes_around_it(file: str, cause: str) -> None:
-    """The logs are of two ranks of torch 2.11; the second rank failed."""
+    """The logs come from two ranks of torch 2.11, of which the second failed."""
     found = cause_in_log((DATA / file).read_text())
     assert found is not None and found.startswith(cause)
     assert "error_file" not in found and "\n" not in found

@@ -1,4 +1,4 @@
-"""Every script of examples/ runs as its README shows, and does what it shows."""
+"""Tests that every script of examples/ runs and behaves as its README shows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def names(script: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_runs_from_the_command_line(
+def test_example_script_runs_from_the_command_line(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", [script, str(tmp_path)])
@@ -52,14 +52,16 @@ def test_every_example_has_a_readme_that_links_its_files() -> None:
 
 
 @pytest.mark.parametrize("preset", ["sync", "rapid", "copris", "pipeline", "async"])
-def test_the_loop_batches_each_group_once_under_every_schedule(preset: str) -> None:
+def test_example_loop_batches_each_group_once_with_every_preset(preset: str) -> None:
     batches = names("scheduler/loop.py")["run"](preset, 20)
     groups = [group for batch in batches for group in batch]
     assert len(batches) == 20 and len(set(groups)) == len(groups) == 40
-    assert (groups == sorted(groups)) == (preset in ("sync", "rapid")), "the others let some wait"
+    assert (groups == sorted(groups)) == (preset in ("sync", "rapid")), (
+        "only sync and rapid must keep the order of groups"
+    )
 
 
-def test_the_corrected_loss_drops_the_far_response_and_weighs_the_others() -> None:
+def test_example_corrected_loss_rejects_one_response_and_weights_the_other() -> None:
     loss_of = names("correction/correct.py")["corrected_loss"]
     now = torch.full((2, 3), -1.0, requires_grad=True)
     then = torch.tensor([[-1.0, -1.1, -0.9], [-5.0, -5.0, -5.0]])
@@ -71,7 +73,7 @@ def test_the_corrected_loss_drops_the_far_response_and_weighs_the_others() -> No
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(0.5)
 
 
-def test_the_heads_gradient_is_that_of_the_clipped_loss_on_logits() -> None:
+def test_example_head_gradient_equals_the_clipped_loss_on_logits() -> None:
     torch.manual_seed(1)
     hidden, weight = torch.randn(7, 8), torch.randn(20, 8)
     tokens, begins = torch.randint(20, (7,)), torch.tensor([0, 3, 7])
@@ -93,7 +95,8 @@ ENVIRONMENTS = {"guessing_game": "games", "calculator": "conversations"}
 
 @pytest.fixture(scope="module", params=ENVIRONMENTS)
 def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """An example of an environment, with its data: `prepare.py` as its README has it."""
+    """Return the config of an example environment, with data from `prepare.py`, which is called as
+    in the README."""
     folder, out = EXAMPLES / request.param, tmp_path_factory.mktemp(request.param)
     data = ENVIRONMENTS[request.param]
     with pytest.MonkeyPatch.context() as patch:
@@ -106,10 +109,10 @@ def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return load_config(folder / "config.yaml", overrides)
 
 
-def test_what_is_imitated_is_what_the_environment_would_show(prepared: RunConfig) -> None:
+def test_example_demonstrations_equal_conversations_of_the_environment(prepared: RunConfig) -> None:
     config = prepared
-    made = environment_builder(config.environment.name, config.environment.arguments)()
-    schemas = described(tools_of(made, config.environment.name), config.environment.name)
+    environment = environment_builder(config.environment.name, config.environment.arguments)()
+    schemas = described(tools_of(environment, config.environment.name), config.environment.name)
     tokenizer = load_tokenizer(config.model.path)
     stops = stop_tokens(config.model.path, tokenizer)
     turns = Conversation(config.task, tokenizer, stops, schemas)
@@ -127,37 +130,37 @@ def test_what_is_imitated_is_what_the_environment_would_show(prepared: RunConfig
         branches.add(tuple(branch))
     task = build_task(config.task, config.model.path)
     examples = task.worked_examples(60, FileConfig(path=config.sft.data))
-    assert 40 <= len(examples) < 60, "some are held out"
+    assert 40 <= len(examples) < 60, "some demonstrations must be held out"
     for worked in examples:
         assert (*worked.prompt_ids.tolist(), *worked.response_ids.tolist()) in branches
 
 
-def rehearsed(config: RunConfig) -> TrialEpisode:
-    """Play one episode with made-up answers, as preflight does before a run starts."""
+def trial_episode(config: RunConfig) -> TrialEpisode:
+    """Play one episode with invented responses, as the preflight check does before a run starts."""
     [prompt] = build_task(config.task, config.model.path, has_episodes=True).train_prompts(0, 1)
-    # Within this process the limit of a worker's memory would be this process's.
+    # The worker runs in this process, whose memory the limit of a worker would restrict.
     config = config.with_section("episode", memory_mib=1 << 20)
     workers = EnvironmentWorkers(config, InProcessBackend())  # type: ignore[arg-type]
     return asyncio.run(workers.trial_run(prompt.payload))
 
 
-def test_the_environment_of_an_example_is_short_and_can_be_played(prepared: RunConfig) -> None:
+def test_example_environment_is_short_and_plays_a_trial_episode(prepared: RunConfig) -> None:
     file = Path(prepared.environment.name.partition(":")[0])
     assert len(file.read_text().splitlines()) < 30
-    played = rehearsed(prepared)
+    played = trial_episode(prepared)
     assert not played.differs
     assert played.text.endswith(">")
 
 
-def test_the_agent_of_an_example_is_short_and_can_be_played(tmp_path: Path) -> None:
-    """The program calls the policy over HTTP."""
+def test_example_agent_is_short_and_plays_a_trial_episode(tmp_path: Path) -> None:
+    """The agent program calls the policy over HTTP."""
     build_tiny_model(tmp_path / "model", seed=1)
     folder = EXAMPLES / "agent"
     config = load_config(folder / "config.yaml", [f"model.path={tmp_path / 'model'}"])
     assert len((folder / "agent.py").read_text().splitlines()) < 30
-    played = rehearsed(config)
+    played = trial_episode(config)
     assert "Guess my number, 1 to 100." in played.text
-    assert played.observation > 0, "a wrong answer gets a hint"
+    assert played.observation > 0, "the environment must reply to a wrong guess"
 
 
 STUB = """
@@ -176,30 +179,31 @@ for line in sys.stdin:
 
 
 @pytest.mark.parametrize(
-    ("argument", "sentence"),
+    ("argument", "message"),
     [
         ([], ""),
         (["the task is broken"], "RuntimeError: the task is broken"),
         (["end"], "RuntimeError: the process that plays the taskset has ended"),
     ],
 )
-def test_a_process_beside_a_worker_plays_the_episodes_of_a_taskset(
-    argument: list[str], sentence: str, tmp_path: Path
+def test_example_taskset_is_played_by_a_separate_process(
+    argument: list[str], message: str, tmp_path: Path
 ) -> None:
-    """Without `verifiers`: what plays a taskset is a process that reads and writes lines."""
+    """The process next to a worker reads and writes lines. A stub replaces `verifiers`, which is
+    not installed."""
     build_tiny_model(tmp_path / "model", seed=1)
     (tmp_path / "stub.py").write_text(STUB)
     command = json.dumps([sys.executable, str(tmp_path / "stub.py"), *argument])
     settings = [f"model.path={tmp_path / 'model'}", f"agent.arguments.command={command}"]
     config = load_config(EXAMPLES / "taskset" / "config.yaml", settings)
-    if sentence:
-        with pytest.raises(EnvironmentFault, match=sentence):
-            rehearsed(config)
+    if message:
+        with pytest.raises(EnvironmentFault, match=message):
+            trial_episode(config)
     else:
-        assert "Task " in rehearsed(config).text
+        assert "Task " in trial_episode(config).text
 
 
-def test_the_page_on_environments_shows_the_examples() -> None:
+def test_environments_page_shows_the_code_of_the_examples() -> None:
     page = (EXAMPLES.parent / "docs" / "environments.md").read_text()
     for file in ("guessing_game/guess.py", "calculator/calculator.py"):
         code = re.sub(r'\A"""[^\n]*"""\n\n+', "", (EXAMPLES / file).read_text())

@@ -1,4 +1,5 @@
-"""`benchmarks.gpu_check` without a GPU: skipped parts, results and resumption, rehearsed checks."""
+"""Tests `benchmarks.gpu_check` without a GPU: skipped checks, the result file, repeated runs, and
+trial runs on the CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from benchmarks.gpu_check.check import (
 )
 from benchmarks.gpu_check.checks import CHECKS, PART_SECONDS
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests machines without CUDA")
 
 
 def named(name: str) -> Check:
@@ -38,29 +39,29 @@ def ending_in(error: Exception) -> Callable[[Stage], Figures]:
 
 
 @pytest.mark.parametrize("part", sorted({check.part for check in CHECKS}))
-def test_a_part_ends_within_nine_minutes(part: int) -> None:
+def test_time_limits_of_a_gpu_check_part_fit_into_nine_minutes(part: int) -> None:
     assert sum(check.limit_seconds for check in CHECKS if check.part == part) <= PART_SECONDS
 
 
 @pytest.mark.slow
 @pytest.mark.one_core
-def test_without_a_gpu_every_check_has_a_line_and_its_reason(
+def test_gpu_check_prints_skip_reasons_when_there_is_no_gpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--out", str(tmp_path)]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["check"] for line in lines] == [check.name for check in CHECKS]
-    (ran,) = (line for line in lines if line["check"] == "doctor")
-    others = [line for line in lines if line is not ran]
-    assert (ran["check"], ran["status"]) == ("doctor", "ok")
-    assert any(line.startswith("Python ") for line in ran["figures"]["lines"])
+    (executed,) = (line for line in lines if line["check"] == "doctor")
+    others = [line for line in lines if line is not executed]
+    assert (executed["check"], executed["status"]) == ("doctor", "ok")
+    assert any(line.startswith("Python ") for line in executed["figures"]["lines"])
     for line in others:
         assert line["status"] == "skipped" and line["reason"].startswith("no CUDA device")
         assert line["versions"]["torch"] == torch.__version__
-    assert list(tmp_path.iterdir()) == []  # a CPU has no results
+    assert list(tmp_path.iterdir()) == []  # No result file is written for a CPU.
 
 
-def test_on_a_card_what_cannot_be_imported_is_in_the_results_too(
+def test_gpu_check_records_skipped_checks_when_an_import_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_check, "device_name", lambda: "H999")
@@ -79,12 +80,14 @@ def test_on_a_card_what_cannot_be_imported_is_in_the_results_too(
         (RuntimeError("illegal memory access"), "failed", "illegal memory access"),
     ],
 )
-def test_how_a_check_ends_is_its_status(error: Exception, status: str, reason: str) -> None:
+def test_gpu_check_status_depends_on_the_error_of_the_check(
+    error: Exception, status: str, reason: str
+) -> None:
     result = run_here(Check("x", 1, 1, ending_in(error)), trial_run=True)
     assert result.status == status and reason in result.reason
 
 
-def test_only_what_is_not_ok_yet_is_run_again(
+def test_gpu_check_result_file_lists_successful_checks_of_these_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = ResultFile(tmp_path)
@@ -95,7 +98,7 @@ def test_only_what_is_not_ok_yet_is_run_again(
     assert file.done() == set()
 
 
-def test_a_check_that_hangs_ends_at_its_limit() -> None:
+def test_gpu_check_is_ended_when_it_exceeds_its_time_limit() -> None:
     hanging = Check("doctor", 1, 0, named("doctor").run)
     result = run_apart(hanging, trial_run=False)
     assert (result.status, result.reason) == ("failed", "had not ended after 0 s")
@@ -107,6 +110,6 @@ def test_a_check_that_hangs_ends_at_its_limit() -> None:
     "name",
     ["trainer_parity", "trainer_window", "checkpoint", "host_copies", "trainer_updates"],
 )
-def test_the_trainers_checks_pass_a_rehearsal(name: str) -> None:
+def test_trainer_gpu_check_passes_a_trial_run(name: str) -> None:
     result = run_here(named(name), trial_run=True)
     assert (result.status, result.reason) == ("ok", "")

@@ -1,4 +1,5 @@
-"""`gpu_check --wheels` with a stand-in for pip: requests, added requirements, refusals, output."""
+"""Tests `gpu_check --wheels` with a stand-in for pip: its requests, added requirements, refusals
+and output."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 from benchmarks.gpu_check import wheels
 from benchmarks.gpu_check.__main__ import main
 
-# Writes an empty wheel for each NAME==VERSION, with the requirements that the test gives it.
+# Writes an empty wheel for each NAME==VERSION, with the requirements in the file NAME.needs.
 STAND_IN = """
 import pathlib, sys, zipfile
 here = pathlib.Path(__file__).parent

@@ -1,7 +1,8 @@
-"""Library functions that only run on GPUs take what we give them.
+"""Tests that library functions which run only on GPUs accept the arguments that the product passes.
 
-No test on a CPU calls them, so that a release that renames an argument would be noticed on the
-first GPU. What a torch for CPUs lacks is recorded from one for GPUs (`NCCL`).
+No test on a CPU calls these functions. Without this module, an argument that a release renames
+would be noticed only on the first GPU. The signatures that a torch for CPUs lacks are recorded from
+a torch for GPUs (`NCCL`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ NCCL = {
 NCCL_OPTIONS = ("_timeout",)
 
 
-def test_a_cuda_handle_has_its_device_where_we_write_its_uuid() -> None:
+def test_cuda_handle_has_its_device_at_the_index_that_the_sender_writes() -> None:
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     assert list(inspect.signature(rebuild_cuda_tensor).parameters)[_DEVICE_ARGUMENT] == (
@@ -54,15 +55,15 @@ def test_a_cuda_handle_has_its_device_where_we_write_its_uuid() -> None:
     )
 
 
-@pytest.mark.skipif(not dist.is_nccl_available(), reason="recorded: this torch has no NCCL")
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
 @pytest.mark.parametrize("name", NCCL)
-def test_the_nccl_group_is_as_recorded(name: str) -> None:
+def test_nccl_process_group_has_the_recorded_signature(name: str) -> None:
     assert NCCL[name] in getattr(dist.ProcessGroupNCCL, name).__doc__
     assert all(hasattr(dist.ProcessGroupNCCL.Options, option) for option in NCCL_OPTIONS)
 
 
-class _Done:
-    """A collective of which nothing is left to do."""
+class _FinishedWork:
+    """Handle of a collective that has already finished."""
 
     def is_completed(self) -> bool:
         return True
@@ -72,17 +73,17 @@ class _Done:
 
 
 class RecordedNccl:
-    """Takes what `NCCL` has recorded, in this order, and nothing else."""
+    """Stand-in that accepts only the arguments that `NCCL` has recorded, in this order."""
 
     class Options:
         __slots__ = NCCL_OPTIONS
 
     def __init__(self, *arguments: Any) -> None:
         names = re.findall(r"(\w+): ", NCCL["__init__"])
-        given = dict(zip(names, arguments, strict=True))
-        assert isinstance(given["store"], dist.Store)
-        assert (given["rank"], given["size"]) == (0, 3)
-        assert given["options"]._timeout > timedelta(0)
+        named = dict(zip(names, arguments, strict=True))
+        assert isinstance(named["store"], dist.Store)
+        assert (named["rank"], named["size"]) == (0, 3)
+        assert named["options"]._timeout > timedelta(0)
         assert {name: os.environ.get(name) for name in WEIGHT_GROUP_VARIABLES} == (
             WEIGHT_GROUP_VARIABLES
         )
@@ -93,13 +94,13 @@ class RecordedNccl:
     def abort(self) -> None:
         return None
 
-    def broadcast(self, _tensors: list[torch.Tensor], options: Any) -> _Done:
+    def broadcast(self, _tensors: list[torch.Tensor], options: Any) -> _FinishedWork:
         assert (options.rootRank, options.rootTensor) == (0, 0)
-        return _Done()
+        return _FinishedWork()
 
 
-def test_our_group_on_gpus_is_made_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 of two engines and the sender."""
+def test_weight_link_creates_its_nccl_group_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link is rank 0 of a group of the sender and two engines."""
     assert RecordedNccl.__dict__.keys() >= NCCL.keys()
     monkeypatch.setattr(dist, "ProcessGroupNCCL", RecordedNccl, raising=False)
     link = _Link("group", "nccl", socket.create_server(("127.0.0.1", 0)), 3)
@@ -117,7 +118,7 @@ def test_our_group_on_gpus_is_made_as_recorded(monkeypatch: pytest.MonkeyPatch) 
 
 @cache
 def sglang_sources() -> tuple[ast.Module, ast.Module]:
-    """Its HTTP server and its messages, read and not imported."""
+    """Return the parsed sources of SGLang's HTTP server and messages, without importing them."""
     found = importlib.util.find_spec("sglang")
     if found is None or found.origin is None:
         pytest.skip("sglang is not installed")
@@ -127,7 +128,8 @@ def sglang_sources() -> tuple[ast.Module, ast.Module]:
 
 
 def message_of(endpoint: str) -> str | None:
-    """The class whose fields a call of this endpoint takes; None for one without a body."""
+    """Return the class whose fields a call of this endpoint accepts, or None if the endpoint has no
+    body."""
     server, _ = sglang_sources()
     for node in ast.walk(server):
         if isinstance(node, ast.AsyncFunctionDef):
@@ -140,17 +142,18 @@ def message_of(endpoint: str) -> str | None:
 
 
 def fields_of(message: str) -> tuple[set[str], set[str]]:
-    """All fields of a message and those without a default, its bases' included."""
+    """Return all fields of a message, and its fields without a default, including fields of base
+    classes."""
     _, messages = sglang_sources()
-    known = {node.name: node for node in messages.body if isinstance(node, ast.ClassDef)}
+    classes = {node.name: node for node in messages.body if isinstance(node, ast.ClassDef)}
     fields: set[str] = set()
     required: set[str] = set()
-    for base in known[message].bases:
-        if ast.unparse(base) in known:
+    for base in classes[message].bases:
+        if ast.unparse(base) in classes:
             inherited = fields_of(ast.unparse(base))
             fields |= inherited[0]
             required |= inherited[1]
-    for line in known[message].body:
+    for line in classes[message].body:
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
             fields.add(line.target.id)
             if line.value is None:
@@ -158,8 +161,8 @@ def fields_of(message: str) -> tuple[set[str], set[str]]:
     return fields, required
 
 
-class Recording(FakeEngine):
-    """Keeps the bodies of what it is asked."""
+class RecordingEngine(FakeEngine):
+    """Fake engine that records the bodies of its requests."""
 
     def __init__(self) -> None:
         super().__init__("works")
@@ -171,7 +174,7 @@ class Recording(FakeEngine):
 
 
 def sent_by(make: Callable[..., WeightSender]) -> dict[str, dict[str, Any]]:
-    engine = Recording()
+    engine = RecordingEngine()
     sender = make(WeightsConfig(timeout_seconds=30.0), EngineConfig(), torch.device("cpu"))
     with serving(engine, "engine") as address:
         sender.connect([address])
@@ -180,14 +183,14 @@ def sent_by(make: Callable[..., WeightSender]) -> dict[str, dict[str, Any]]:
     return engine.bodies
 
 
-def sent_by_the_client() -> dict[str, dict[str, Any]]:
+def sent_by_client() -> dict[str, dict[str, Any]]:
     bodies: dict[str, dict[str, Any]] = {}
 
     async def post(path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         bodies[path.partition("?")[0]] = body or {}
         return {}
 
-    async def every_call() -> None:
+    async def make_every_call() -> None:
         client = SGLangClient("engine", "http://127.0.0.1:1", EngineConfig())
         client._post = post  # type: ignore[method-assign]
         await client.release_memory()
@@ -196,16 +199,16 @@ def sent_by_the_client() -> dict[str, dict[str, Any]]:
         await client.resume()
         await client.load_from_disk(Path("/m"), PolicyVersion(0, 1))
 
-    asyncio.run(every_call())
+    asyncio.run(make_every_call())
     return bodies
 
 
 @pytest.mark.parametrize(
     "bodies",
-    [partial(sent_by, DistributedSender), partial(sent_by, TensorSender), sent_by_the_client],
+    [partial(sent_by, DistributedSender), partial(sent_by, TensorSender), sent_by_client],
     ids=["distributed", "tensor", "client"],
 )
-def test_sglangs_endpoints_take_what_they_are_sent(
+def test_request_bodies_match_the_fields_of_sglang_endpoints(
     bodies: Callable[[], dict[str, dict[str, Any]]],
 ) -> None:
     sent = bodies()
@@ -217,4 +220,4 @@ def test_sglangs_endpoints_take_what_they_are_sent(
             continue
         fields, required = fields_of(message)
         assert set(body) <= fields, f"{endpoint}: SGLang has no {set(body) - fields}"
-        assert required <= set(body), f"{endpoint}: SGLang asks for {required - set(body)}"
+        assert required <= set(body), f"{endpoint}: SGLang requires {required - set(body)}"

@@ -1,4 +1,4 @@
-"""The notebook of examples/ runs as it stands, cell by cell, and its model learns."""
+"""Tests that the notebook of examples/ runs cell by cell, and that its model learns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "notebook.ipynb"
-# As a notebook's kernel does: in one namespace, while an event loop runs.
+# Runs the cells like a notebook's kernel: in one namespace, while an event loop runs.
 KERNEL = """
 import asyncio, json, sys
 from pathlib import Path
@@ -30,11 +30,11 @@ Path("found.json").write_text(json.dumps(found | {"export": str(names["run"].exp
 def sources() -> list[str]:
     content: dict[str, Any] = json.loads(NOTEBOOK.read_text())
     cells = [cell for cell in content["cells"] if cell["cell_type"] == "code"]
-    assert not any(cell["outputs"] for cell in cells), "it is kept without outputs"
+    assert not any(cell["outputs"] for cell in cells), "the notebook must be stored without outputs"
     return ["".join(cell["source"]) for cell in cells]
 
 
-def test_its_cells_are_python_in_lines_that_a_page_shows() -> None:
+def test_notebook_cells_are_valid_python_in_lines_of_100_characters() -> None:
     for source in sources():
         compile(source, "cell", "exec")
         assert max(map(len, source.splitlines())) <= 100
@@ -43,7 +43,7 @@ def test_its_cells_are_python_in_lines_that_a_page_shows() -> None:
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-def test_the_model_learns_to_write_digits(tmp_path: Path) -> None:
+def test_notebook_model_learns_to_write_digits(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", KERNEL],
         input=json.dumps(sources()),
@@ -57,4 +57,4 @@ def test_the_model_learns_to_write_digits(tmp_path: Path) -> None:
     assert fmean(found["rewards"][-3:]) > 0.5 > 0.2 > found["rewards"][0]
     assert found["accuracy"] is not None
     assert (Path(found["export"]) / "config.json").is_file()
-    assert "step   19/19" in done.stdout, "progress, line by line"
+    assert "step   19/19" in done.stdout, "progress must be printed line by line"

@@ -1,6 +1,6 @@
-"""Imports run one way: a room imports the rooms above it in this list, never one below.
+"""Tests the order of imports: a package imports only packages above it in the list `ROOMS`.
 
-Read from the source, so that an import inside a function counts too.
+Imports are read from the source, so that imports inside functions count too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ROOMS = (
 KERNELS = PACKAGE.parent / "kernels" / "megatron_async_kernels"
 FOLDERS = sorted(
     {file.parent for root in (PACKAGE, KERNELS) for file in root.rglob("__init__.py")}
-    - {PACKAGE, PACKAGE / "models" / "families"}  # a family is found by being there
+    - {PACKAGE, PACKAGE / "models" / "families"}  # Families are found by their files.
 )
 MODULES = {
     ".".join(("megatron_async", *file.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
@@ -59,7 +59,7 @@ MODULES = {
 
 
 def imports(file: Path) -> Iterator[tuple[int, str]]:
-    """Line and module of each import of ours, wherever in the file it stands."""
+    """Yield line and module of each import of this product's modules, anywhere in the file."""
     for node in ast.walk(parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, a.name) for a in node.names if a.name in MODULES)
@@ -73,12 +73,12 @@ def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def test_every_module_lies_in_a_room() -> None:
+def test_every_module_is_in_a_listed_package() -> None:
     assert {room_of(module) for module in MODULES} - {""} == set(ROOMS)
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_no_import_runs_down(room: str) -> None:
+def test_package_imports_only_packages_above_it(room: str) -> None:
     wrong = [
         f"{file.relative_to(PACKAGE)}:{line} imports {name}"
         for module, file in MODULES.items()
@@ -89,8 +89,8 @@ def test_no_import_runs_down(room: str) -> None:
     assert not wrong
 
 
-def test_only_places_import_ray() -> None:
-    """In no other file does it matter whether a process of the run is an actor."""
+def test_only_process_backends_import_ray() -> None:
+    """In all other files, it must not matter whether a process of the run is a Ray actor."""
     found = {
         str(file.relative_to(PACKAGE))
         for file in MODULES.values()
@@ -101,7 +101,7 @@ def test_only_places_import_ray() -> None:
     assert found == {"process_backends/on_ray.py", "process_backends/ray_cluster.py"}
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_modules_have_no_circular_imports() -> None:
     edges = {module: {name for _, name in imports(file)} for module, file in MODULES.items()}
     finished: set[str] = set()
 
@@ -117,8 +117,9 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_a_room_names_each_of_its_files(folder: Path) -> None:
-    """Its `__init__.py` describes each: a reader finds a place in one hop."""
+def test_package_docstring_names_each_file_of_the_package(folder: Path) -> None:
+    """The docstring of `__init__.py` describes each file, so that a reader finds a file in one
+    step."""
     described = ast.get_docstring(parse((folder / "__init__.py").read_text())) or ""
     inside = [
         path.stem
@@ -129,18 +130,20 @@ def test_a_room_names_each_of_its_files(folder: Path) -> None:
     assert not missing, f"name {missing} in the docstring of {folder.name}/__init__.py"
 
 
-def test_a_class_name_occurs_once() -> None:
-    """Names with an underscore are of their file alone; all others mean one thing everywhere."""
-    places: dict[str, list[str]] = {}
+def test_public_class_names_are_unique() -> None:
+    """Names with an underscore are private to their file; every other class name has one meaning in
+    all packages."""
+    files_of: dict[str, list[str]] = {}
     for file in (*MODULES.values(), *KERNELS.glob("*.py")):
         for node in ast.walk(parse(file.read_text())):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places.setdefault(node.name, []).append(str(file.relative_to(PACKAGE.parent)))
-    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+                files_of.setdefault(node.name, []).append(str(file.relative_to(PACKAGE.parent)))
+    assert {name: files for name, files in files_of.items() if len(files) > 1} == {}
 
 
-def test_only_responses_and_the_samples_of_the_check_call_generate() -> None:
-    """One owner of a response's prefix, budget and end (clients of engines are below it)."""
+def test_only_responses_and_probe_call_generate() -> None:
+    """One module must own the prefix, token budget and end of a response. Clients of engines are
+    not checked, because they are below this module."""
     callers = {
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")
@@ -153,7 +156,7 @@ def test_only_responses_and_the_samples_of_the_check_call_generate() -> None:
     assert callers == {"rollout/responses.py", "rollout/probe.py"}
 
 
-def test_every_package_is_described_on_the_page_about_the_architecture() -> None:
+def test_architecture_page_describes_every_package() -> None:
     table = (PACKAGE.parent / "docs" / "architecture.md").read_text()
     folders = [room for room in ROOMS if (PACKAGE / room).is_dir()]
     assert [room for room in folders if f"`{room}`" not in table] == []

@@ -1,4 +1,5 @@
-"""Run directories: complete or not a run, never shared, with small files written atomically."""
+"""Tests run directories: each is complete or not a run, is never shared, and has small files that
+are written atomically."""
 
 import shutil
 import stat
@@ -78,7 +79,7 @@ def test_lineages_count_up_and_first_failure_is_kept(tmp_path: Path) -> None:
 
 def test_lineages_so_far_is_refused_when_a_digit_is_damaged(tmp_path: Path) -> None:
     directory = RunDirectory.create(build_config({"name": "a", "root": str(tmp_path)}))
-    directory.lineage_file.write_text("41")  # as an earlier version wrote it
+    directory.lineage_file.write_text("41")  # The format of an earlier version.
     assert directory.next_lineage() == 42
     intact = directory.lineage_file.read_bytes()
     for position in range(len(intact)):

@@ -1,4 +1,5 @@
-"""The documentation as a browser draws it: no raw Markdown, no broken name, nothing clipped."""
+"""Tests the documentation as a browser draws it: no raw Markdown, no broken words, no
+clipped text."""
 
 from __future__ import annotations
 
@@ -16,26 +17,28 @@ pytestmark = [pytest.mark.slow, pytest.mark.one_core]
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Site:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     return folder, done
 
 
-def test_it_builds_strictly_and_its_links_hold(built: Site) -> None:
-    assert built[1].returncode == 0, built[1].stderr
+def test_documentation_site_builds_in_strict_mode(site: Site) -> None:
+    assert site[1].returncode == 0, site[1].stderr
 
 
 @needs_browser
-def test_every_page_reads_well_on_a_screen_and_on_a_telephone(built: Site, tmp_path: Path) -> None:
-    pages = [page for page in sorted(built[0].rglob("*.html")) if page.name != "404.html"]
+def test_documentation_pages_have_no_flaws_in_wide_and_narrow_windows(
+    site: Site, tmp_path: Path
+) -> None:
+    pages = [page for page in sorted(site[0].rglob("*.html")) if page.name != "404.html"]
     assert len(pages) > 20
     found = flaws(pages, tmp_path)
     assert not found, "\n".join(found)
 
 
-# Parts of a page, each with the flaw that a person sees in it.
+# Fragments of a page, each with the flaw that is visible in it.
 FLAWS = [
     ("<p>- **[Own data](data.md)**</p>", "a list item in raw Markdown: - **[Own data]"),
     ("<p>text\n- item</p>", "a list item in raw Markdown: text - item"),
@@ -69,11 +72,11 @@ FLAWS = [
 
 
 @needs_browser
-def test_each_flaw_is_found(tmp_path: Path) -> None:
+def test_browser_flaws_finds_each_kind_of_flaw(tmp_path: Path) -> None:
     start = "<!doctype html><meta charset=utf-8><body style='margin:0'><article>"
     pages = [tmp_path / f"{number}.html" for number in range(len(FLAWS))]
     for page, (body, _) in zip(pages, FLAWS, strict=True):
         page.write_text(start + body)
     found = flaws(pages, tmp_path, widths=[800])
     for page, (_, flaw) in zip(pages, FLAWS, strict=True):
-        assert any(f"/{page.name} at 800 px: {flaw}" in one for one in found), (flaw, found)
+        assert any(f"/{page.name} at 800 px: {flaw}" in text for text in found), (flaw, found)

@@ -1,4 +1,5 @@
-"""The product stays small: every file can be read at one sitting, and code does not pile up."""
+"""Tests that the product stays small: every file is short enough to read at once, and code does not
+accumulate."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from tests.sizes import (
 
 MAX_CODE_LINES_OF_A_FILE = 400
 LONGER_FILES: dict[str, str] = {}
-MAX_CODE_LINES_OF_A_FUNCTION = 60  # kernels are apart: one pass over their tiles is one function
-# The limit is raised only by what an issue grants, and lowered when the count has fallen.
+MAX_CODE_LINES_OF_A_FUNCTION = 60  # Kernels are exempt: a pass over tiles is one function.
+# The limit is raised only by as much as an issue permits, and lowered when the count has fallen.
 MAX_STATEMENTS = 30_544
 
 
-def test_a_file_has_few_lines_of_code_or_a_reason() -> None:
+def test_files_of_the_product_are_short() -> None:
     counts = {p.relative_to(ROOT).as_posix(): code_lines(p.read_text()) for p in product_files()}
     long = {name for name, count in counts.items() if count > MAX_CODE_LINES_OF_A_FILE}
     assert long == set(LONGER_FILES), {name: counts[name] for name in long ^ set(LONGER_FILES)}
@@ -35,6 +36,6 @@ def test_functions_outside_kernels_are_short() -> None:
     assert not long
 
 
-def test_the_product_stays_within_its_statements() -> None:
+def test_product_has_at_most_the_permitted_statements() -> None:
     count = by_package(statements).total()
     assert count <= MAX_STATEMENTS, f"{count} statements; `python -m tests.sizes` lists them"

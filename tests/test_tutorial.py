@@ -1,7 +1,8 @@
-"""The tutorial is walked as a reader would: in an empty directory, files as shown, every command.
+"""Tests the tutorial by following it as a reader would: in an empty directory, with the files as
+shown and every command.
 
-By hand, since its five commands with SmolLM2 take two cores several minutes; in CI two steps of the
-same model run once (tests/end_to_end/test_pretrained.py):
+The five commands with SmolLM2 take two cores several minutes. CI runs only two steps of the same
+model (tests/end_to_end/test_pretrained.py); this test runs on request:
 
     MEGATRON_ASYNC_SMOLLM2=1 bash launch/test.sh tests/test_tutorial.py
 """
@@ -43,7 +44,7 @@ _BLOCK = re.compile(
 
 
 class Step(NamedTuple):
-    """A file to write, or commands to run when `file` is empty."""
+    """A file to write, or commands to run if `file` is empty."""
 
     file: str
     text: str
@@ -55,13 +56,13 @@ def steps() -> list[Step]:
     return [Step(m["file"] or "", m["text"]) for m in blocks]
 
 
-def test_the_page_has_files_and_commands() -> None:
+def test_tutorial_has_its_files_and_commands() -> None:
     files = [step.file for step in steps() if step.file]
     assert files == ["make_data.py", "reward.py", "shop.yaml", "ask.py", "till.py"]
     assert sum("megatron-async" in step.text for step in steps() if not step.file) >= 4
 
 
-def test_its_reward_takes_its_demonstrations_for_right(
+def test_tutorial_reward_accepts_the_demonstrations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -80,7 +81,7 @@ def test_its_reward_takes_its_demonstrations_for_right(
     assert [scored(text, rows[0]) for text in ("#-1", "# none", "-1", "")] == [0.1, 0.0, 0.0, 0.0]
 
 
-def test_its_environment_gives_a_second_try(
+def test_tutorial_environment_gives_a_second_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -106,11 +107,13 @@ def test_its_environment_gives_a_second_try(
     assert (second.done, second.reward) == (True, 0.0)
 
 
-def test_the_longer_example_is_of_the_same_model_and_layout() -> None:
+def test_tutorial_and_smollm2_config_have_the_same_model_and_layout() -> None:
     shop = build_config(yaml.safe_load(next(s.text for s in steps() if s.file == "shop.yaml")))
     longer = load_config(ROOT / "configs" / "smollm2.yaml")
     assert longer.model.path == shop.model.path
-    assert (longer.parallel.tensor, longer.parallel.pipeline) == (1, 2), "nine heads"
+    assert (longer.parallel.tensor, longer.parallel.pipeline) == (1, 2), (
+        "two tensor ranks cannot divide nine heads"
+    )
     assert longer.parallel == shop.parallel
 
 
@@ -118,15 +121,15 @@ def test_the_longer_example_is_of_the_same_model_and_layout() -> None:
 @pytest.mark.engine
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(
-    not os.environ.get("MEGATRON_ASYNC_SMOLLM2"), reason="by hand: MEGATRON_ASYNC_SMOLLM2=1"
+    not os.environ.get("MEGATRON_ASYNC_SMOLLM2"), reason="runs on request: MEGATRON_ASYNC_SMOLLM2=1"
 )
-def test_a_reader_gets_from_a_file_to_a_trained_model(tmp_path: Path) -> None:
+def test_tutorial_commands_train_a_model(tmp_path: Path) -> None:
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
         "REPOSITORY": str(ROOT),
     }
-    printed, asked = "", ""
+    printed, reply_of_ask = "", ""
     for step in steps():
         if step.file:
             (tmp_path / step.file).write_text(step.text)
@@ -140,16 +143,18 @@ def test_a_reader_gets_from_a_file_to_a_trained_model(tmp_path: Path) -> None:
             timeout=1800,
         )
         printed += done.stdout + done.stderr
-        asked = done.stdout if "ask.py" in step.text else asked
+        reply_of_ask = done.stdout if "ask.py" in step.text else reply_of_ask
         assert done.returncode == 0, printed[-6000:]
     assert "Traceback" not in printed
     run = tmp_path / "runs" / "shop"
     lines = read_metrics(run / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2]
-    assert all(line["weights/probe_mean_error"] < 1e-4 for line in lines), "engine and trainer"
+    assert all(line["weights/probe_mean_error"] < 1e-4 for line in lines), (
+        "engine and trainer must agree"
+    )
     assert "weights/transfer_broadcast_seconds" in lines[0]
-    answer = asked.partition("<|im_start|>assistant")[2]
-    assert answer.strip(), "the exported model answers a program that has nothing of this one"
+    response = reply_of_ask.partition("<|im_start|>assistant")[2]
+    assert response.strip(), "the exported model must respond in a program without this package"
     assert len((tmp_path / "responses.jsonl").read_text().splitlines()) == 16
     assert "turn 0 ended by" in printed
     assert "rollout/turns_mean" in read_metrics(tmp_path / "runs" / "till" / "metrics.jsonl")[-1]

@@ -1,4 +1,4 @@
-"""No test of CI skips because a tool that it installs could not be installed."""
+"""Tests that missing tools skip tests, but not in CI, which must install the tools."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.wanted import needs
         (False, {"CI": "1", "TOOL": "0"}, True),
     ],
 )
-def test_a_tool_that_is_missing_skips_its_tests_but_in_ci(
+def test_needs_skips_when_a_tool_is_missing_except_in_ci(
     found: bool, environment: dict[str, str], skips: bool
 ) -> None:
     assert needs(found, "a tool", "TOOL", environment).args == (skips,)

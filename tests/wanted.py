@@ -1,6 +1,7 @@
-"""Tools that some tests need: without them they skip; in CI, which installs them, they fail.
+"""Marks tests that need a tool: without the tool they are skipped, except in CI, which installs the
+tools, where they fail.
 
-A variable of the environment that is 0 leaves a tool out, in CI too (`launch/test.sh`).
+If the tool's environment variable is 0, its tests are skipped, also in CI (`launch/test.sh`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,16 @@ import pytest
 def needs(
     found: object, what: str, switch: str, environment: Mapping[str, str] = os.environ
 ) -> pytest.MarkDecorator:
-    """Mark tests that need a tool. `found`: it is here; `what`: the reason where they skip."""
-    left_out = environment.get(switch) == "0"
+    """Return a mark that skips tests if a tool is missing.
+
+    Args:
+        found: Whether the tool is installed.
+        what: Name of the tool, for the reason of the skip.
+        switch: Environment variable that skips the tests if it is 0.
+    """
+    switched_off = environment.get(switch) == "0"
     absent = not found and not environment.get("CI")
     return pytest.mark.skipif(
-        left_out or absent, reason=f"{switch} is 0" if left_out else f"not installed: {what}"
+        switched_off or absent,
+        reason=f"{switch} is 0" if switched_off else f"not installed: {what}",
     )

@@ -1,4 +1,5 @@
-"""Worlds of several sizes, one after the other, in ranks that are started once.
+"""Provides process groups ("worlds") of several sizes, one after the other, in ranks that are
+started once.
 
     def body(cases):                                # in every rank: run_ranks(body, 4, cases)
         for number, case in enumerate(cases):
@@ -6,7 +7,7 @@
                 if member:
                     with trainer_session(...): ...
 
-Starting a rank costs more than most cases do. `legal_layouts` lists how a model can be laid out.
+Starting a rank costs more than most cases. `legal_layouts` lists the possible layouts of a model.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from megatron_async.models.architecture import Architecture
 from megatron_async.models.layout import check_layout
 from megatron_async.trainer.parallel import destroy_parallel
 
-# A rank that is not in a world goes ahead and waits here for the next one that it is in.
-_PATIENCE = timedelta(seconds=300)
+# A rank that is not in a world proceeds, and may wait long for the members of its next world.
+_TIMEOUT = timedelta(seconds=300)
 
 
 @contextmanager
 def world(size: int, number: int) -> Iterator[bool]:
-    """A process group of the first `size` ranks; whether this one is in it. `number`: unique."""
+    """Create a process group of the first `size` ranks; yield whether this rank is in it. `number`
+    must be unique."""
     rank = int(os.environ["RANK"])
     if rank >= size:
         yield False
@@ -42,7 +44,7 @@ def world(size: int, number: int) -> Iterator[bool]:
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
     )
     store = dist.PrefixStore(f"world-{number}", server)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_PATIENCE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
     try:
         with mock.patch.dict(os.environ, {"WORLD_SIZE": str(size)}):
             yield True
@@ -52,7 +54,7 @@ def world(size: int, number: int) -> Iterator[bool]:
 
 
 def legal_layouts(architecture: Architecture, largest: int) -> list[ParallelConfig]:
-    """Every layout of at most `largest` ranks that `check_layout` lets pass."""
+    """Return every layout of at most `largest` ranks that `check_layout` accepts."""
     sizes = range(1, largest + 1)
     found = []
     for ranks, tensor, pipeline, expert, sequence in product(

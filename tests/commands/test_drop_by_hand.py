@@ -1,4 +1,5 @@
-"""`megatron-async trajectories RUN --drop ID`: out of a run that has stopped, for good."""
+"""Tests `megatron-async trajectories RUN --drop ID`, which drops a group permanently from a stopped
+run."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from tests.trajectory.builders import append, prompt, scored_group
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    """Groups of two: 0 is trained and committed, 1 only trained; 2 was running."""
+    """Create a run with groups of two members: group 0 is trained and committed, group 1 is only
+    trained, and group 2 was running."""
     config = build_config({"name": "run", "root": str(tmp_path), "model": {"path": "m"}})
     run = RunDirectory.create(config)
 
@@ -45,7 +47,8 @@ COMMITTED = PolicyVersion(0, 1)
 
 
 def states(run: RunDirectory) -> dict[int, tuple[TrajectoryState, DropReason | None]]:
-    """What a resume from the checkpoint finds."""
+    """Return state and drop reason of each trajectory, as a resume from the checkpoint finds
+    them."""
 
     async def scenario() -> dict[int, tuple[TrajectoryState, DropReason | None]]:
         store = TrajectoryStore.open(run.store_file, lineage=1, step=1, parent=0)
@@ -57,33 +60,35 @@ def states(run: RunDirectory) -> dict[int, tuple[TrajectoryState, DropReason | N
     return asyncio.run(scenario())
 
 
-GONE = (TrajectoryState.DROPPED, DropReason.USER)
+DROPPED_BY_USER = (TrajectoryState.DROPPED, DropReason.USER)
 
 
 @pytest.mark.parametrize("member", [4, 5])
-def test_a_group_that_keeps_the_run_from_going_on_is_met_no_more(
+def test_drop_removes_unfinished_group_of_the_trajectory_from_the_run(
     run: RunDirectory, member: int
 ) -> None:
     assert "dropped (user), with its group: 4, 5" in call(run, "--drop", str(member))
     with closing(StoreReader(run.store_file)) as reader:
-        assert reader.trajectory(4).response_length == 70  # what it wrote can still be looked at
+        assert reader.trajectory(4).response_length == 70  # Dropped tokens stay readable.
     found = states(run)
-    assert found[4] == found[5] == GONE
+    assert found[4] == found[5] == DROPPED_BY_USER
     assert found[0][0] is TrajectoryState.BATCHED and found[2][0] is TrajectoryState.SCORED
 
 
-def test_so_is_one_whose_batch_no_checkpoint_holds(run: RunDirectory) -> None:
+def test_drop_accepts_batched_group_when_no_checkpoint_contains_its_batch(
+    run: RunDirectory,
+) -> None:
     assert drop_group_of(run.store_file, 2, COMMITTED) == [2, 3]
-    assert states(run)[2] == states(run)[3] == GONE
+    assert states(run)[2] == states(run)[3] == DROPPED_BY_USER
 
 
-def test_what_a_checkpoint_holds_stays(run: RunDirectory) -> None:
+def test_drop_refuses_group_when_a_checkpoint_contains_its_batch(run: RunDirectory) -> None:
     with pytest.raises(UserError, match=r"trained in step 0, which checkpoint 0\.1 contains"):
         drop_group_of(run.store_file, 0, COMMITTED)
     assert {state for state, _ in states(run).values()}.isdisjoint({TrajectoryState.DROPPED})
 
 
-def test_what_is_not_there_or_dropped_is_refused(run: RunDirectory) -> None:
+def test_drop_refuses_unknown_and_already_dropped_trajectories(run: RunDirectory) -> None:
     with pytest.raises(UserError, match=r"--drop is 77, which is not a trajectory"):
         drop_group_of(run.store_file, 77, COMMITTED)
     drop_group_of(run.store_file, 4, COMMITTED)
@@ -91,32 +96,32 @@ def test_what_is_not_there_or_dropped_is_refused(run: RunDirectory) -> None:
         drop_group_of(run.store_file, 5, COMMITTED)
 
 
-def test_a_run_that_goes_on_is_refused_by_name_of_who_has_it(run: RunDirectory) -> None:
+def test_drop_is_refused_with_the_holder_when_the_run_is_in_use(run: RunDirectory) -> None:
     with hold_run_lock(run, "train"), pytest.raises(UserError, match=r"is in use by .*train"):
         call(run, "--drop", "4")
 
-    async def writing() -> None:
+    async def drop_while_open() -> None:
         store = TrajectoryStore.open(run.store_file)
         with pytest.raises(UserError, match="is in use by"):
             drop_group_of(run.store_file, 4, None)
         await store.close()
 
-    asyncio.run(writing())
+    asyncio.run(drop_while_open())
 
 
-def test_it_is_not_combined_with_show(run: RunDirectory) -> None:
+def test_drop_option_cannot_be_combined_with_show(run: RunDirectory) -> None:
     with pytest.raises(UserError, match="--drop 4 cannot be combined with --show 4"):
         call(run, "--drop", "4", "--show", "4")
 
 
-def test_a_run_without_a_store_gets_none(run: RunDirectory) -> None:
+def test_drop_creates_no_store_when_the_run_has_none(run: RunDirectory) -> None:
     run.store_file.unlink()
     with pytest.raises(UserError, match=r"trajectory store .* does not exist"):
         call(run, "--drop", "4")
     assert not run.store_file.exists()
 
 
-def test_the_newest_checkpoint_decides_what_is_committed(
+def test_drop_command_takes_the_committed_version_from_newest_checkpoint(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Manifest:

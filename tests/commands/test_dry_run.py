@@ -1,8 +1,9 @@
-"""Settings that a start derives, and its refusals: `train`, `--dry-run` and `doctor`.
+"""Tests that `train --dry-run` and `doctor` show the derived settings of a run and refuse the same
+input as `train`.
 
-Bad input ends in one sentence that names the setting and its value, with exit code 2, and nothing
-is made. Layout and memory need a model's config.json, or the name of a shape, and none of its
-weights.
+For bad input, a command prints one line that names the setting and its value, exits with code 2 and
+writes no file. Layout and memory estimates need the model's config.json, or the name of a model
+shape, but no weights.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megatron_async.models.architecture import served_context
 from tests.inputs.model_directories import write_model
 from tests.test_docs import ROOT
 
-SEVENTY = ROOT / "tests" / "data" / "llama-3.3-70b.config.json"
+CONFIG_JSON_70B = ROOT / "tests" / "data" / "llama-3.3-70b.config.json"
 CONFIG = ROOT / "configs" / "llama3.3-70b.yaml"
 
 
@@ -33,16 +34,16 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def seventy(tmp_path: Path) -> Path:
-    """A directory with the config.json of a model of 140 GB alone."""
+def seventy_b(tmp_path: Path) -> Path:
+    """Return a directory that contains only the config.json of a model of 140 GB."""
     folder = tmp_path / "llama"
     folder.mkdir()
-    shutil.copy(SEVENTY, folder / "config.json")
+    shutil.copy(CONFIG_JSON_70B, folder / "config.json")
     return folder
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
-    """Exit code of `megatron-async ARGUMENTS`."""
+    """Run `megatron-async ARGUMENTS` in this process and return its exit code."""
     monkeypatch.setattr(sys, "argv", ["megatron-async", *map(str, arguments)])
     try:
         cli.main()
@@ -52,7 +53,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
 
 
 @pytest.mark.parametrize("words", [("train", "--dry-run"), ("doctor",)], ids=" ".join)
-def test_it_shows_the_run_without_any_command_and_makes_nothing(
+def test_dry_run_and_doctor_show_the_run_and_write_no_file(
     file: Path,
     words: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
@@ -82,38 +83,40 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", [*REFUSED, "a name that is taken"])
+@pytest.mark.parametrize("case", [*REFUSED, "the name of an existing run"])
 @pytest.mark.parametrize("words", [("train", "--dry-run"), ("doctor",)], ids=" ".join)
-def test_where_train_refuses_they_end_with_the_same_sentence_and_exit_code_2(
+def test_dry_run_and_doctor_show_the_error_of_train_when_train_refuses(
     file: Path,
     words: tuple[str, ...],
-    what: str,
+    case: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    overrides, sentence = REFUSED.get(what, ([], "exists already: choose another name"))
-    if what not in REFUSED:
-        taken = file.parent / "runs" / "dry"
-        taken.mkdir(parents=True)
-        (taken / "config.yaml").write_text("name: dry\n")
+    overrides, message = REFUSED.get(case, ([], "exists already: choose another name"))
+    if case not in REFUSED:
+        existing = file.parent / "runs" / "dry"
+        existing.mkdir(parents=True)
+        (existing / "config.yaml").write_text("name: dry\n")
     assert command(monkeypatch, "train", "--config", file, *overrides) == 2
     refused = capsys.readouterr().err
-    assert sentence in refused
+    assert message in refused
     assert command(monkeypatch, *words, "--config", file, *overrides) == 2
     shown = capsys.readouterr()
     assert shown.err == refused
-    assert "trainer: " in shown.out, "the layout is shown all the same"
+    assert "trainer: " in shown.out, "the layout must be shown even for a refused run"
 
 
-def test_memory_and_layout_need_no_weights(
-    seventy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_dry_run_shows_memory_and_layout_when_the_model_has_no_weights(
+    seventy_b: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = ["--config", CONFIG, f"model.path={seventy}"]
+    settings = ["--config", CONFIG, f"model.path={seventy_b}"]
     assert command(monkeypatch, "launch", "--dry-run", *settings) == 2
     shown = capsys.readouterr()
     assert "memory of a trainer GPU, estimated: state " in shown.out
     assert "memory of an engine GPU, estimated: weights 17.6 GB" in shown.out
-    assert "contains no *.safetensors weights" in shown.err, "what a start lacks"
+    assert "contains no *.safetensors weights" in shown.err, (
+        "the error must name the missing weights"
+    )
     assert command(monkeypatch, "settings", "parallel", "--of", *settings[1:]) == 0
     assert command(monkeypatch, "doctor", *settings) == 2
     assert "trainer: 96 " in " ".join(capsys.readouterr().out.split())
@@ -122,26 +125,26 @@ def test_memory_and_layout_need_no_weights(
 @pytest.mark.parametrize("words", [("plan", "--top=1"), ("simulate",)], ids=" ".join)
 @pytest.mark.parametrize("source", ["config.json", "name"])
 def test_plan_and_simulate_need_config_json_or_a_name(
-    seventy: Path, words: tuple[str, ...], source: str, monkeypatch: pytest.MonkeyPatch
+    seventy_b: Path, words: tuple[str, ...], source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = ["simulate.model=llama-3-70b", "model.path=/nowhere"]
     if source == "config.json":
-        model = [f"model.path={seventy}"]
+        model = [f"model.path={seventy_b}"]
     short = ["simulate.steps=2", "simulate.warmup_steps=0"]
     assert command(monkeypatch, *words, "--config", CONFIG, *model, *short) == 0
 
 
-def test_a_shape_that_is_not_known_names_both_ways(
+def test_plan_error_names_both_remedies_when_the_model_shape_is_unknown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(monkeypatch, "plan", "--config", CONFIG, "model.path=models/llama") == 2
-    sentence = capsys.readouterr().err
-    assert "model.path 'models/llama' has no config.json (which is enough, without" in sentence
-    assert "a simulation may set simulate.model to one of them" in sentence
+    message = capsys.readouterr().err
+    assert "model.path 'models/llama' has no config.json (which is enough, without" in message
+    assert "a simulation may set simulate.model to one of them" in message
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("words", "expected"),
     [
         (("train", "--resume", "no-run"), "there is no run"),
         (("train", "--config", "none.yaml"), "cannot be read"),
@@ -156,9 +159,9 @@ def test_a_shape_that_is_not_known_names_both_ways(
     ],
     ids=" ".join,
 )
-def test_what_cannot_start_ends_in_one_sentence_and_makes_nothing(
+def test_command_with_bad_input_prints_one_line_and_writes_no_file(
     words: tuple[str, ...],
-    sentence: str,
+    expected: str,
     file: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -166,9 +169,9 @@ def test_what_cannot_start_ends_in_one_sentence_and_makes_nothing(
     monkeypatch.chdir(file.parent)
     assert command(monkeypatch, *words) == 2
     message = capsys.readouterr().err
-    assert message.startswith("error: ") and sentence in message
+    assert message.startswith("error: ") and expected in message
     assert len(message.splitlines()) == 1
-    assert not (file.parent / "runs").exists(), "nothing may be half-written"
+    assert not (file.parent / "runs").exists(), "a refused command must not create a run"
 
 
 YARN: dict[str, Any] = {"type": "yarn", "factor": 4.0}
@@ -193,13 +196,13 @@ OF_8192 = {"original_max_position_embeddings": 8192}
         ({}, None),
     ],
 )
-def test_the_context_of_a_model_is_what_sglang_reads(
+def test_served_context_equals_the_context_that_sglang_derives(
     model: dict[str, Any], context: int | None
 ) -> None:
     assert served_context(model) == context
 
 
-def test_interrupt_is_named_when_it_comes_before_anything_has_started(
+def test_cli_reports_ctrl_c_when_interrupted_before_a_run_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object) -> None:

@@ -1,6 +1,6 @@
-"""`megatron-async eval` on the config of a run that was launched over several nodes.
+"""Tests `megatron-async eval` on the config of a run that was launched on several nodes.
 
-The engine is a simulated one, in a process of its own as a real one would be.
+The engine is a simulated engine in a separate process, as a real engine would be.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ eval: {prompts: 3}
 
 @pytest.fixture
 def launched(tmp_path: Path) -> tuple[RunConfig, Path]:
-    """The config that `launch` wrote, and the run's model."""
+    """Return the config that `launch` wrote, and the directory of the run's model."""
     model = tmp_path / "model"
     build_tiny_model(model, seed=1)
     (tmp_path / "c.yaml").write_text(SETTINGS)
@@ -50,7 +50,7 @@ def launched(tmp_path: Path) -> tuple[RunConfig, Path]:
 
 
 def engines_of_this_process() -> dict[psutil.Process, list[tuple[str, int]]]:
-    """Child processes that listen, and where."""
+    """Return the child processes that listen on a port, with their addresses."""
     found = {}
     for child in psutil.Process().children(recursive=True):
         listening = [
@@ -63,30 +63,31 @@ def engines_of_this_process() -> dict[psutil.Process, list[tuple[str, int]]]:
     return found
 
 
-def test_its_engine_is_on_the_loopback_behind_the_runs_key(
+def test_eval_engine_listens_on_loopback_and_requires_the_key_of_the_run(
     launched: tuple[RunConfig, Path], tmp_path: Path
 ) -> None:
     config, model = launched
-    reached: list[str] = []
+    hosts: list[str] = []
 
-    def look(path: Path, result: Evaluation) -> None:
+    def check_engine(path: Path, result: Evaluation) -> None:
         ((host, port),) = next(iter(engines_of_this_process().values()))
-        reached.append(host)
+        hosts.append(host)
         engine = EngineAddress("eval", f"http://{host}:{port}")
         assert call(engine, "GET", "model_info", None, 10, config.engines.api_key)
         with pytest.raises(EngineCallError, match="401"):
             call(engine, "GET", "model_info", None, 10)
 
-    results = evaluate_checkpoints(config, [model, model], tmp_path, look)
+    results = evaluate_checkpoints(config, [model, model], tmp_path, check_engine)
     assert [result.results[0].responses for result in results] == [3, 3]
-    assert reached == ["127.0.0.1"] * 2
-    assert not engines_of_this_process(), "nothing is left running"
+    assert hosts == ["127.0.0.1"] * 2
+    assert not engines_of_this_process(), "no engine may be left running"
 
 
-def test_an_export_of_a_run_is_named_with_its_version(
+def test_eval_names_the_policy_version_when_the_model_is_an_export(
     launched: tuple[RunConfig, Path], tmp_path: Path
 ) -> None:
-    """Also that of a checkpoint (`convert`); a model that no run has written has none."""
+    """A model that no run has exported has no policy version. `convert` exports checkpoints with a
+    version too."""
     _, model = launched
     export = tmp_path / "hf"
     tensors = list(load_file(model / "model.safetensors").items())
@@ -106,7 +107,7 @@ def test_an_export_of_a_run_is_named_with_its_version(
     ]
 
 
-def test_an_engine_that_dies_on_the_way_is_one_sentence(
+def test_eval_fails_with_one_message_when_its_engine_dies(
     launched: tuple[RunConfig, Path], tmp_path: Path
 ) -> None:
     config, model = launched

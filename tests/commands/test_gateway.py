@@ -1,4 +1,5 @@
-"""`megatron-async gateway` before its engine runs; what it serves is in tests/environments."""
+"""Tests failures of `megatron-async gateway` before its engine runs; tests/environments tests the
+service of the gateway."""
 
 import socket
 from contextlib import nullcontext
@@ -20,26 +21,26 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run.yaml"
 
 
-def test_an_engine_that_is_gone_is_one_sentence(
+def test_gateway_fails_with_one_message_when_its_engine_is_unreachable(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-    gone = nullcontext(SimpleNamespace(url=url))
-    monkeypatch.setattr(gateway, "engine_here", lambda *_: gone)
+    with socket.create_server(("127.0.0.1", 0)) as closed_server:
+        url = f"http://127.0.0.1:{closed_server.getsockname()[1]}"
+    unreachable = nullcontext(SimpleNamespace(url=url))
+    monkeypatch.setattr(gateway, "engine_here", lambda *_: unreachable)
     with pytest.raises(ComponentFailure, match=r"^the gateway's engine failed: "):
         gateway.gateway_command(file, [], None, 0)
 
 
-def test_a_port_that_is_taken_is_refused_before_an_engine_starts(
+def test_gateway_starts_no_engine_when_its_port_is_in_use(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def started(*_: object) -> None:
-        raise AssertionError("an engine starts")
+        raise AssertionError("no engine may start")
 
     monkeypatch.setattr(gateway, "engine_here", started)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
         with pytest.raises(
             UserError, match=f"^--port is {port}, on which this process cannot listen"
         ):

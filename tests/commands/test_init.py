@@ -1,4 +1,5 @@
-"""`megatron-async init` writes projects that a dry run accepts and that train without changes."""
+"""Tests that `megatron-async init` writes projects that a dry run accepts and that train without
+changes."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def call(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("kind", PROJECTS)
-def test_project_is_accepted_by_a_dry_run_when_nothing_was_changed(
+def test_dry_run_accepts_an_unchanged_new_project(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -43,7 +44,7 @@ def test_project_is_accepted_by_a_dry_run_when_nothing_was_changed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", PROJECTS)
-def test_project_trains_on_the_simulated_engine_when_nothing_was_changed(
+def test_unchanged_new_project_trains_on_the_simulated_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -53,7 +54,7 @@ def test_project_trains_on_the_simulated_engine_when_nothing_was_changed(
     assert RunDirectory(Path("runs/first").absolute()).outcome() is RunOutcome.COMPLETE
 
 
-def test_project_trains_the_quickstarts_model_when_that_exists(
+def test_project_copies_the_model_of_the_quickstart_when_it_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -69,7 +70,7 @@ def test_project_trains_the_quickstarts_model_when_that_exists(
     assert not Path("other/model").exists()
 
 
-def test_project_is_refused_when_the_directory_exists(
+def test_init_refuses_existing_directory_and_invalid_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -82,10 +83,12 @@ def test_project_is_refused_when_the_directory_exists(
         call("init", "a:b")
     with pytest.raises(UserError, match=r"--model is nowhere, which has no config\.json"):
         call("init", "new", "--model", "nowhere")
-    assert [path.name for path in Path().iterdir()] == ["mine"], "nothing is half written"
+    assert [path.name for path in Path().iterdir()] == ["mine"], (
+        "a refused command must write no file"
+    )
 
 
-def test_project_has_any_name_and_any_models_name(
+def test_init_accepts_names_with_spaces_and_special_characters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

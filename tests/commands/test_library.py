@@ -1,4 +1,5 @@
-"""The package as a library: fast to import, names as documented, a run in one line."""
+"""Tests the package as a library: a fast import, the documented names, and runs started by one
+call."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def own_reward(sample: Sample) -> float:
     return 1.0
 
 
-def test_importing_the_package_imports_nothing_heavy() -> None:
+def test_package_import_loads_no_heavy_dependency() -> None:
     code = (
         "import sys, megatron_async as m; assert 'train' in m.__all__; "
         f"print([name for name in {HEAVY} if name in sys.modules])"
@@ -43,14 +44,14 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_every_public_name_can_be_imported_and_no_other() -> None:
+def test_package_exports_its_public_names_and_no_other() -> None:
     for name in megatron_async.__all__:
         assert getattr(megatron_async, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'trane'"):
         megatron_async.trane  # noqa: B018
 
 
-def test_a_run_opens_in_one_line(tmp_path: Path) -> None:
+def test_open_run_returns_config_metrics_and_store_of_the_run(tmp_path: Path) -> None:
     run = open_run(make_run(tmp_path, "one"))
     assert run.config.name == "one"
     assert run.metrics[-1]["reward/max"] == 1.0 and len(run.evaluations) > 0
@@ -79,7 +80,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_script_trains_with_a_function_as_reward_and_reads_why_it_fails(tmp_path: Path) -> None:
+def test_script_with_a_reward_function_trains_and_reports_failed_scores(tmp_path: Path) -> None:
     prepare(tmp_path)
     config = configuration("sync", "simulated", tmp_path, "scripted", {"steps": 2})
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
@@ -91,12 +92,12 @@ def test_a_script_trains_with_a_function_as_reward_and_reads_why_it_fails(tmp_pa
     rewards, count = re.fullmatch(r"rewards \[(.*)\] (\d)", line).groups()  # type: ignore[union-attr]
     assert count == "1" and len(rewards.split(", ")) == 2
     assert any(0.0 < float(reward) < 1.0 for reward in rewards.split(", "))
-    place = f"ValueError: too long for this reward at {tmp_path / 'script.py'}:6"
+    cause = f"ValueError: too long for this reward at {tmp_path / 'script.py'}:6"
     logs = tmp_path / "scripted" / "logs"
     output = " ".join(done.stdout.split())
-    assert f"scores have failed, the first by reward score: {place} (log: {logs}/scorer-" in output
+    assert f"scores have failed, the first by reward score: {cause} (log: {logs}/scorer-" in output
     (log,) = logs.glob("scorer-*.log")
-    assert f"reward score failed: {place}\nTraceback (most recent call last):" in log.read_text()
+    assert f"reward score failed: {cause}\nTraceback (most recent call last):" in log.read_text()
     assert re.search(r"failed scores │ +[1-9]\d* of \d+", output)
     assert re.search(
         r"mean training reward \(sampled\), first / last steps │ +[01]\.\d+ / [01]\.\d+", output
@@ -105,7 +106,8 @@ def test_a_script_trains_with_a_function_as_reward_and_reads_why_it_fails(tmp_pa
 
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
-    """Settings of the runs that a test starts, of which only the directories are made."""
+    """Replace the start of runs by creating their directories only; return the list to which each
+    run's settings are added."""
     found: list[RunConfig] = []
 
     def start_run(config: RunConfig, _what: str) -> RunDirectory:
@@ -117,26 +119,28 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     return found
 
 
-def test_a_reward_leaves_what_is_not_set_to_be_derived(started: list[RunConfig]) -> None:
+def test_train_keeps_unset_settings_derivable_when_a_reward_is_passed(
+    started: list[RunConfig],
+) -> None:
     train(build_config({"steps": 3, "eval": {"every_steps": 2}}), reward=own_reward)
     [config] = started
     assert config.steps == 3 and config.reward[0].name.endswith("test_library.py:own_reward")
     assert config.eval.model_fields_set == {"every_steps"}
-    assert "schedule" not in config.explicit, "so that another preset takes effect at a resume"
+    assert "schedule" not in config.explicit, "another preset must take effect at a resume"
     assert config.explicit["reward"].endswith("test_library.py:own_reward")
     on_a_gpu = derive(config, Machine("cuda", "H100", 80e9, cores=32)).config
-    assert on_a_gpu.engines.max_total_tokens is None, "the default is a laptop's"
+    assert on_a_gpu.engines.max_total_tokens is None, "the default is meant for laptops"
 
 
-def test_settings_come_by_name_over_a_file_a_mapping_or_a_config(
+def test_train_applies_named_settings_over_file_mapping_and_config(
     started: list[RunConfig], tmp_path: Path
 ) -> None:
-    low = {"steps": 3, "model": {"path": "there", "dtype": "float32"}}
-    (tmp_path / "low.yaml").write_text(yaml.safe_dump(low))
+    base = {"steps": 3, "model": {"path": "there", "dtype": "float32"}}
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
     dotted: dict[str, Any] = {"model.path": tmp_path, "schedule.preset": "sync"}
-    ways: list[Any] = ["low.yaml", tmp_path / "low.yaml", low, build_config(low)]
-    for number, way in enumerate(ways):
-        train(way, steps=7, name=f"run{number}", **dotted)
+    sources: list[Any] = ["base.yaml", tmp_path / "base.yaml", base, build_config(base)]
+    for number, source in enumerate(sources):
+        train(source, steps=7, name=f"run{number}", **dotted)
     expected = build_config(
         {
             "steps": 7,
@@ -148,19 +152,19 @@ def test_settings_come_by_name_over_a_file_a_mapping_or_a_config(
         assert config.model_dump(exclude={"name"}) == expected.model_dump(exclude={"name"})
         assert open_run(RunDirectory.of(config).path).config.schedule == expected.schedule
     with pytest.raises(UserError, match=r"unknown setting step "):
-        train(low, step=7)
+        train(base, step=7)
     with pytest.raises(UserError, match=r"settings are text, numbers.*not function"):
-        train(low, name=own_reward)
+        train(base, name=own_reward)
 
 
-def test_an_import_path_begins_where_the_script_runs(
+def test_train_resolves_import_path_from_the_working_directory(
     started: list[RunConfig], tmp_path: Path
 ) -> None:
     train({}, reward="mine.py:score")
     assert started[0].reward[0].name == f"{tmp_path}/mine.py:score"
 
 
-def test_a_reward_is_named_by_its_file_so_that_other_processes_can_import_it() -> None:
+def test_import_path_of_refuses_functions_that_no_process_can_import() -> None:
     assert import_path_of(own_reward) == f"{Path(__file__).resolve()}:own_reward"
     for unreachable in (lambda prompt, response: 1.0, eval("lambda p, r: 1.0"), 3):
         with pytest.raises(UserError, match="which other processes cannot import"):

@@ -1,4 +1,4 @@
-"""What `doctor` finds wrong with a machine, one sentence and remedy each."""
+"""Tests the machine checks of `doctor`, which report each problem with its remedy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GOOD = MachineFacts(
 )
 
 
-def test_a_good_machine_has_no_problem() -> None:
+def test_machine_checks_report_no_problem_when_the_machine_is_good() -> None:
     assert [check for check in checks(GOOD) if check.problem] == []
 
 
@@ -56,29 +56,31 @@ def test_a_good_machine_has_no_problem() -> None:
         ({"nccl_wheel": "2.26.2"}, "NCCL", "must use the same NCCL"),
     ],
 )
-def test_each_lack_is_named_with_its_remedy(change: dict[str, Any], name: str, remedy: str) -> None:
+def test_machine_checks_report_each_problem_with_its_remedy(
+    change: dict[str, Any], name: str, remedy: str
+) -> None:
     [found] = [check for check in checks(replace(GOOD, **change)) if check.problem]
     assert found.name == name and remedy in found.problem
 
 
-def test_a_machine_without_infiniband_needs_nothing_for_it() -> None:
-    plain = replace(GOOD, infiniband=(), verbs_library=False, locked_memory=2**23)
-    [line] = [check for check in checks(plain) if check.name == "InfiniBand"]
+def test_machine_checks_ignore_verbs_and_locked_memory_without_infiniband() -> None:
+    without_infiniband = replace(GOOD, infiniband=(), verbs_library=False, locked_memory=2**23)
+    [line] = [check for check in checks(without_infiniband) if check.name == "InfiniBand"]
     assert str(line) == "InfiniBand: no device; libibverbs not found; locked memory 8,192 KiB"
 
 
-def test_an_older_driver_serves_an_older_cuda() -> None:
+def test_machine_checks_accept_an_older_driver_when_cuda_is_older() -> None:
     older = replace(GOOD, driver="535.183.01", cuda="12.8")
     assert [check for check in checks(older) if check.problem] == []
 
 
-def test_a_cpu_needs_no_cuda() -> None:
+def test_machine_checks_skip_cuda_items_when_torch_has_no_cuda() -> None:
     names = {check.name for check in checks(replace(GOOD, cuda=None, driver=None, nvcc=None))}
     assert not names & {"driver", "nvcc", "NCCL", "glibc"}
 
 
-def test_a_driver_that_is_too_old_for_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With it torch sees no GPU at all."""
+def test_machine_checks_report_a_driver_too_old_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With such a driver torch reports no GPU at all."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(machine_checks, "_line", lambda *_: "570.86.15")
@@ -87,7 +89,7 @@ def test_a_driver_that_is_too_old_for_torch_is_named(monkeypatch: pytest.MonkeyP
     assert found["driver"] == "CUDA 13.0 needs 580 or newer"
 
 
-def test_doctor_shows_what_is_wrong_with_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_prints_every_machine_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "look", lambda: replace(GOOD, driver="570.86.15"))
     lines = [line.strip() for line in doctor.report_lines()]
     for check in checks(replace(GOOD, driver="570.86.15")):
@@ -99,9 +101,9 @@ def test_doctor_shows_what_is_wrong_with_the_machine(monkeypatch: pytest.MonkeyP
     [["doctor"], ["doctor", "--config", FILE], ["settings"], ["settings", "--of", FILE]],
     ids=" ".join,
 )
-def test_what_is_printed_fits_eighty_columns(command: list[str]) -> None:
+def test_command_output_fits_eighty_columns(command: list[str]) -> None:
     done = CliRunner().invoke(app, command, env={"COLUMNS": "80"})
-    refused = FILE in command and command[0] == "doctor"  # its model is not there
+    refused = FILE in command and command[0] == "doctor"  # The config's model does not exist here.
     assert isinstance(done.exception, UserError) if refused else done.exit_code == 0, done.output
     lines = done.output.splitlines()
     assert len(lines) > 20 and max(map(len, lines)) <= 80

@@ -1,4 +1,4 @@
-"""The quickstart, shortened, from its first command to its closing table: it must learn."""
+"""Tests a shortened quickstart from its command to its closing table; the model must learn."""
 
 import json
 import os
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(900)]
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart_ci.yaml"
 
 
-def test_the_shortened_quickstart_ends_and_learns(tmp_path: Path) -> None:
+def test_shortened_quickstart_completes_and_learns(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megatron_async", "quickstart", "--config", str(CONFIG)]
     done = subprocess.run(
         [*command, f"root={tmp_path}", "name=ci"],
@@ -50,7 +50,8 @@ def test_the_shortened_quickstart_ends_and_learns(tmp_path: Path) -> None:
     assert all(line["weights/probe_mean_error"] < 1e-4 for line in lines)
     assert all(line["train/grad_norm"] > 0 for line in lines)
     assert sum(line["rollout/resumed_share"] for line in lines) > 0
-    # Untrained weights are right on none of these problems; what was learned shows at both ends.
+    # Untrained weights solve none of these problems. After SFT, accuracy must be above zero at the
+    # start and at the end of RL.
     evaluations = read_metrics(directory.metrics_file, kind="eval")
     assert [line["step"] for line in evaluations] == [0, steps]
     assert all(line["eval/accuracy"] >= 0.1 for line in evaluations)
@@ -60,20 +61,20 @@ def test_the_shortened_quickstart_ends_and_learns(tmp_path: Path) -> None:
         directory.tensorboard
     )
     assert list(directory.checkpoints.glob("*/manifest.json"))
-    exported_model_can_be_loaded(directory.hf_export)
+    assert_exported_model_is_usable(directory.hf_export)
     samples = directory.path / "evaluations" / f"heldout-{steps}.jsonl"
-    an_evaluation_by_command_agrees(directory, samples)
+    assert_eval_command_agrees(directory, samples)
 
 
 def histograms(folder: Path) -> set[str]:
-    """The names that TensorBoard shows as histograms."""
+    """Return the names of the histograms in the TensorBoard files of `folder`."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     return set(EventAccumulator(str(folder)).Reload().Tags()["histograms"])
 
 
-def an_evaluation_by_command_agrees(directory: RunDirectory, samples: Path) -> None:
-    """Greedy responses of the exported model are those of the run's last weights."""
+def assert_eval_command_agrees(directory: RunDirectory, samples: Path) -> None:
+    """Assert that greedy responses of the exported model equal those of the run's final weights."""
     again = directory.path / "again.jsonl"
     expected = [json.loads(line)["response"] for line in samples.read_text().splitlines()]
     command = [sys.executable, "-m", "megatron_async.cli", "eval"]
@@ -88,12 +89,13 @@ def an_evaluation_by_command_agrees(directory: RunDirectory, samples: Path) -> N
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "heldout: accuracy" in done.stdout
     responses = [json.loads(line)["response"] for line in again.read_text().splitlines()]
-    # One may differ: other requests share its decode steps, and a near tie may fall otherwise.
+    # One response may differ, because other requests share its decode steps, which may decide a
+    # near tie differently.
     assert len(responses) == len(expected) == 32
     assert sum(a != b for a, b in zip(responses, expected, strict=True)) <= 1
 
 
-def exported_model_can_be_loaded(path: Path) -> None:
+def assert_exported_model_is_usable(path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,4 +1,5 @@
-"""The closing table agrees with the metrics file, weighted as it states."""
+"""Tests that the closing table of a run agrees with its metrics file, with the documented weighting
+of means."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,9 @@ from megatron_async.telemetry.summary import summarize
 from tests.telemetry.evaluation_lines import set_metrics
 
 
-def test_totals_and_token_weighted_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_table_shows_totals_and_token_weighted_means(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = RunDirectory.create(build_config({"name": "r", "root": str(tmp_path)}))
     with MetricsWriter(directory.metrics_file, lineage=0) as writer:
         writer.write(0, set_metrics(0.25), kind="eval", scored_by="task")
@@ -50,7 +53,7 @@ def test_totals_and_token_weighted_means(tmp_path: Path, monkeypatch: pytest.Mon
     assert summary.steps == 2
     assert summary.lag_mean == (100 * 1.0 + 300 * 2.0) / 400
     assert summary.lag_max == 6
-    assert summary.resumed_share == 0.25, "of trajectories, however long they are"
+    assert summary.resumed_share == 0.25, "the share counts trajectories, not tokens"
     assert summary.generation_tokens_per_second == 100
     assert summary.training_tokens_per_second == 100
     console = Console(width=100, record=True)
@@ -74,7 +77,7 @@ def test_totals_and_token_weighted_means(tmp_path: Path, monkeypatch: pytest.Mon
     assert "checkpoint   hf (Hugging Face format)" in where_things_are(directory)
 
 
-def test_the_rewards_of_the_table_are_means_of_the_first_and_the_last_steps(
+def test_summary_rewards_are_means_of_the_first_and_last_steps(
     tmp_path: Path,
 ) -> None:
     directory = RunDirectory.create(build_config({"name": "r", "root": str(tmp_path)}))
@@ -83,11 +86,14 @@ def test_the_rewards_of_the_table_are_means_of_the_first_and_the_last_steps(
             lags = {"rollout/lag_max": 0.0, "train/trained_tokens": 1.0, "rollout/lag_mean": 0.0}
             writer.write(step, {**lags, "rollout/resumed_share": 0.0, "rollout/reward_mean": step})
     assert summarize(directory).rewards == (2.0, 37.0)
-    assert summarize(directory).failures == "not measured", "a run of an earlier version"
+    assert summarize(directory).failures == "not measured", (
+        "runs of earlier versions have no count of failures"
+    )
 
 
 def facts_of(root: Path, *evaluations: tuple[dict[str, float], str]) -> dict[str, str]:
-    """The closing table of a run with these evaluations: metrics, and what gave the rewards."""
+    """Return the closing table of a run whose evaluations have these metrics and these sources of
+    the rewards."""
     directory = RunDirectory.create(build_config({"name": "r", "root": str(root)}))
     with MetricsWriter(directory.metrics_file, lineage=0) as writer:
         for step, (metrics, scored_by) in enumerate(evaluations):
@@ -95,7 +101,7 @@ def facts_of(root: Path, *evaluations: tuple[dict[str, float], str]) -> dict[str
     return dict(summarize(directory).facts())
 
 
-def test_the_table_has_accuracy_and_mean_reward_of_each_set_by_name(tmp_path: Path) -> None:
+def test_closing_table_shows_accuracy_and_mean_reward_of_each_set(tmp_path: Path) -> None:
     hard = set_metrics(0.0, "eval/hard", reward_mean=0.31, temperature=1.0)
     later = set_metrics(0.0, "eval/hard", reward_mean=0.76, temperature=1.0)
     facts = facts_of(
@@ -107,7 +113,7 @@ def test_the_table_has_accuracy_and_mean_reward_of_each_set_by_name(tmp_path: Pa
     assert facts["hard mean reward at the start / after RL"] == "0.310 / 0.760"
 
 
-def test_the_table_compares_no_accuracies_of_different_definitions(tmp_path: Path) -> None:
+def test_closing_table_compares_no_accuracies_of_different_definitions(tmp_path: Path) -> None:
     first = (set_metrics(0.25, solved_at=0.5), "my.py:score (content 12345678)")
     last = (set_metrics(0.75, reward_mean=0.7, temperature=1.0), "my.py:score (content 87654321)")
     facts = facts_of(tmp_path, first, last)
@@ -119,7 +125,7 @@ def test_the_table_compares_no_accuracies_of_different_definitions(tmp_path: Pat
     assert facts["held-out mean reward at the start / after RL"] == "not comparable / 0.700"
 
 
-def test_the_table_gives_the_reason_when_no_reward_reached_the_threshold(tmp_path: Path) -> None:
+def test_closing_table_explains_zero_accuracy_when_no_reward_is_a_solution(tmp_path: Path) -> None:
     shaped = (set_metrics(0.0, reward_mean=0.7, reward_max=0.9), "my.py:score")
     facts = facts_of(tmp_path, shaped, shaped)
     reason = "0.0 %: no reward reached eval.solved_at 1"
@@ -127,7 +133,7 @@ def test_the_table_gives_the_reason_when_no_reward_reached_the_threshold(tmp_pat
     assert facts["held-out accuracy after RL (greedy)"] == reason
 
 
-def test_counts_are_of_all_steps_when_a_resume_has_repeated_some(tmp_path: Path) -> None:
+def test_summary_counts_tokens_of_repeated_steps_too(tmp_path: Path) -> None:
     directory = RunDirectory.create(build_config({"name": "r", "root": str(tmp_path)}))
     for lineage, tokens in ((0, 1000.0), (1, 10.0)):
         with MetricsWriter(directory.metrics_file, lineage=lineage) as metrics:
@@ -136,7 +142,7 @@ def test_counts_are_of_all_steps_when_a_resume_has_repeated_some(tmp_path: Path)
     assert (summary.steps, summary.generated_tokens) == (1, 1010)
 
 
-def test_a_run_without_a_step_has_a_table_too(tmp_path: Path) -> None:
+def test_closing_table_is_printed_when_the_run_has_no_step(tmp_path: Path) -> None:
     directory = RunDirectory.create(build_config({"name": "r", "root": str(tmp_path)}))
     assert summarize(directory).steps == 0
     Console(record=True).print(closing_table(summarize(directory), directory))

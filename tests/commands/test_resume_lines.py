@@ -1,4 +1,5 @@
-"""Lines that a resume prints: first step, repeated steps and changed settings."""
+"""Tests the lines that a resume prints: its first step, the repeated steps and the changed
+settings."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def run(tmp_path: Path) -> RunDirectory:
     return directory
 
 
-def test_it_names_the_checkpoint_the_steps_and_the_changes(run: RunDirectory) -> None:
+def test_resume_lines_name_checkpoint_repeated_steps_and_changes(run: RunDirectory) -> None:
     save(run, 0, 20)
     before = build_config({"optimizer": {"lr": 2e-4}})
     after = build_config({"optimizer": {"lr": 5e-5}})
@@ -36,8 +37,8 @@ def test_it_names_the_checkpoint_the_steps_and_the_changes(run: RunDirectory) ->
     ]
 
 
-@pytest.mark.parametrize("content", [b"weigh", b"weighed"], ids=["cut off", "of other content"])
-def test_one_with_a_damaged_file_is_not_the_one_that_is_named(
+@pytest.mark.parametrize("content", [b"weigh", b"weighed"], ids=["truncated", "changed"])
+def test_resume_lines_name_older_checkpoint_when_the_newest_is_damaged(
     run: RunDirectory, content: bytes
 ) -> None:
     save(run, 0, 10)
@@ -49,7 +50,7 @@ def test_one_with_a_damaged_file_is_not_the_one_that_is_named(
     )
 
 
-def test_where_every_checkpoint_is_damaged_nothing_starts(run: RunDirectory) -> None:
+def test_resume_lines_raise_when_every_checkpoint_is_damaged(run: RunDirectory) -> None:
     save(run, 0, 20)
     (step_directory(run.checkpoints, 20) / "weights").write_bytes(b"weighed")
     same = build_config({})
@@ -57,7 +58,7 @@ def test_where_every_checkpoint_is_damaged_nothing_starts(run: RunDirectory) -> 
         train.resume_lines(run, same, same, None)
 
 
-def test_without_a_checkpoint_it_begins_again(run: RunDirectory) -> None:
+def test_resume_lines_start_at_step_0_when_there_is_no_checkpoint(run: RunDirectory) -> None:
     same = build_config({})
     assert train.resume_lines(run, same, same, None) == [
         "a resumes from step 0 (there is no checkpoint yet)",
@@ -67,7 +68,7 @@ def test_without_a_checkpoint_it_begins_again(run: RunDirectory) -> None:
 
 @pytest.mark.parametrize("by", ["train", "launch"])
 @pytest.mark.parametrize("overrides", [[], ["steps=3"], ["optimizer.lr=1e-5"]])
-def test_a_complete_run_is_named_with_the_remedy_and_nothing_is_started(
+def test_resume_of_a_complete_run_starts_no_process_and_shows_the_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], by: str
 ) -> None:
     config = build_config({"root": str(tmp_path), "name": "run", "steps": 4})

@@ -1,7 +1,9 @@
-"""A resume that is refused, fails to start or is killed before it begins leaves the run as it was.
+"""Tests that a resume leaves the run unchanged if it is refused, fails to start or is killed before
+its start.
 
-Whatever can be compared with the run is compared before anything starts; what only engines and
-trainers can find out changes no setting, outcome or checkpoint of the run either.
+Settings that can be compared with the run are compared before any process starts. If engines or
+trainers fail later during the start, settings, outcome and checkpoints of the run stay unchanged
+too.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ STEPS = (2, 4)
 
 
 def exchange_tokens(folder: Path) -> None:
-    """Give two tokens each other's numbers."""
+    """Exchange the IDs of two tokens in the tokenizer of `folder`."""
     file = folder / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -41,7 +43,7 @@ def exchange_tokens(folder: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    """A run that was stopped, with checkpoints of steps 2 and 4."""
+    """Create a stopped run that has checkpoints of steps 2 and 4."""
     model = write_model(tmp_path / "model", "llama")
     rows = [{"prompt": f"{i}+{i}=", "answer": 2 * i} for i in range(60)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -67,27 +69,33 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def content(run: RunDirectory) -> dict[str, bytes]:
-    """Every file of the run by its name, but the lock, which names who had it last, and what SQLite
-    leaves beside a database that was read."""
-    aside = (run.lock_file.name, *(f"{run.store_file.name}-{end}" for end in ("shm", "wal")))
-    files = (path for path in run.path.rglob("*") if path.is_file() and path.name not in aside)
+    """Return the content of each file of the run by its name.
+
+    The run lock, which names its last holder, and the auxiliary files that SQLite leaves next to a
+    database after a read are excluded.
+    """
+    excluded = (run.lock_file.name, *(f"{run.store_file.name}-{end}" for end in ("shm", "wal")))
+    files = (path for path in run.path.rglob("*") if path.is_file() and path.name not in excluded)
     return {str(path.relative_to(run.path)): path.read_bytes() for path in files}
 
 
 class Start:
-    """In place of engines and trainers: keeps the settings of a start, and fails with `error`."""
+    """Stand-in for the start of engines and trainers; records the settings of each start, and fails
+    with `error`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.settings: list[RunConfig] = []
         self.error: BaseException | None = None
-        self.begins = True
+        self.is_begun = True
         monkeypatch.setattr(train, "show_closing", lambda _: None)
         monkeypatch.setattr(train, "supervise", self._supervise)
 
     def _supervise(self, config: RunConfig, directory: RunDirectory, _: object) -> None:
-        assert RunDirectory.launched(directory.path)[1] == config, "what ranks and nodes read"
+        assert RunDirectory.launched(directory.path)[1] == config, (
+            "ranks and nodes must read these settings"
+        )
         self.settings.append(config)
-        if self.begins:
+        if self.is_begun:
             directory.begin(data_identity(config))
         if self.error is not None:
             raise self.error
@@ -109,29 +117,31 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("by", ["train", "launch"])
-def test_another_model_is_refused_before_anything_starts(
+def test_resume_with_another_model_is_refused_before_any_process_starts(
     run: RunDirectory, tmp_path: Path, start: Start, name: str, by: str
 ) -> None:
-    family, changes, fault = MODELS[name]
+    family, changes, difference = MODELS[name]
     other = write_model(tmp_path / "other", family, **changes)
     if name == "another tokenizer":
         exchange_tokens(other)
     before = content(run)
-    with pytest.raises(UserError, match=fault) as refused:
+    with pytest.raises(UserError, match=difference) as refused:
         if by == "train":
             train.resume_command(run.path, [f"model.path={other}"], None)
         else:
             nodes, changed = Cluster(0, None, "1:00:00"), [f"model.path={other}"]
             launch_run(None, run.path, changed, nodes, slurm=False, dry_run=False)
-    sentence = str(refused.value)
-    assert sentence.startswith(f"model.path is '{other}', but {run.path} is a run of another model")
-    assert f"(model.path was '{tmp_path / 'model'}')" in sentence, "the remedy"
+    message = str(refused.value)
+    assert message.startswith(f"model.path is '{other}', but {run.path} is a run of another model")
+    assert f"(model.path was '{tmp_path / 'model'}')" in message, (
+        "the message must name the earlier model"
+    )
     assert (content(run), start.settings) == (before, [])
     train.resume_command(run.path, [], None)
     assert [settings.model.path for settings in start.settings] == [str(tmp_path / "model")]
 
 
-def test_a_model_directory_that_was_moved_or_has_other_weights_is_the_same_model(
+def test_resume_accepts_a_model_directory_that_was_copied_or_moved(
     run: RunDirectory, tmp_path: Path, start: Start
 ) -> None:
     copy = shutil.copytree(tmp_path / "model", tmp_path / "copy")
@@ -143,7 +153,7 @@ def test_a_model_directory_that_was_moved_or_has_other_weights_is_the_same_model
 
 
 def change_json(name: str, **values: Any) -> Callable[[Path], object]:
-    """Change these entries of a JSON file."""
+    """Return a function that changes these entries of the JSON file `name` in a folder."""
 
     def change(folder: Path) -> None:
         file = folder / name
@@ -156,12 +166,12 @@ TOKENIZERS: dict[str, Callable[[Path], object]] = {
     "two tokens": exchange_tokens,
     "the normalizer": change_json("tokenizer.json", normalizer={"type": "Lowercase"}),
     "the chat template": change_json("tokenizer_config.json", chat_template="{{ messages }}"),
-    "the chat template's own file": lambda folder: (folder / "chat_template.jinja").write_text("a"),
+    "the chat template file": lambda folder: (folder / "chat_template.jinja").write_text("a"),
 }
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_another_tokenizer_is_found_under_the_same_path_and_where_the_old_one_is_gone(
+def test_resume_refuses_a_changed_tokenizer_at_the_same_and_at_a_new_path(
     run: RunDirectory, tmp_path: Path, start: Start, name: str
 ) -> None:
     TOKENIZERS[name](tmp_path / "model")
@@ -174,10 +184,10 @@ def test_another_tokenizer_is_found_under_the_same_path_and_where_the_old_one_is
     assert (content(run), start.settings) == (before, [])
 
 
-def test_a_run_of_an_earlier_version_is_compared_with_the_directory_that_it_names(
+def test_resume_compares_tokenizer_of_the_old_directory_without_a_record(
     run: RunDirectory, tmp_path: Path, start: Start
 ) -> None:
-    """It has noted no tokenizer."""
+    """Runs of an earlier version of the program have no record of their tokenizer."""
     run.tokenizer_file.unlink()
     other = shutil.copytree(tmp_path / "model", tmp_path / "other")
     train.resume_command(run.path, [f"model.path={other}"], None)
@@ -190,13 +200,13 @@ def test_a_run_of_an_earlier_version_is_compared_with_the_directory_that_it_name
 
 
 REFUSED = {
-    "an optimizer whose state it does not have": (["optimizer.name=muon"], r"optimizer\.name is"),
+    "an optimizer without saved state": (["optimizer.name=muon"], r"optimizer\.name is"),
     "data": (["task.path=/nowhere"], r"task\.path '/nowhere' cannot be read"),
     "weights": (
         ["model.checkpoint=/nowhere"],
         r"model\.checkpoint is '/nowhere', which has no manifest",
     ),
-    "weights that it would not take": (
+    "weights that a resume ignores": (
         ["model.checkpoint={run}/checkpoints/step_000002"],
         r"model\.checkpoint is '.*2', but .*run resumes from its own checkpoint step_000004",
     ),
@@ -212,21 +222,21 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_is_refused_changes_no_file_and_a_plain_resume_works(
-    run: RunDirectory, start: Start, what: str
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_resume_changes_no_file_and_a_plain_resume_still_works(
+    run: RunDirectory, start: Start, case: str
 ) -> None:
-    overrides, sentence = REFUSED[what]
+    overrides, message = REFUSED[case]
     before = content(run)
-    with pytest.raises(UserError, match=sentence):
-        overrides = [one.format(run=run.path) for one in overrides]
+    with pytest.raises(UserError, match=message):
+        overrides = [text.format(run=run.path) for text in overrides]
         train.resume_command(run.path, ["optimizer.lr=1e-5", *overrides], None)
     assert (content(run), start.settings) == (before, [])
     train.resume_command(run.path, [], None)
     assert len(start.settings) == 1
 
 
-def test_a_run_that_was_moved_goes_on_and_may_be_given_its_new_place(
+def test_resume_accepts_a_moved_run_with_and_without_its_new_path(
     run: RunDirectory, tmp_path: Path, start: Start
 ) -> None:
     moved = run.path.rename(tmp_path / "moved")
@@ -235,7 +245,7 @@ def test_a_run_that_was_moved_goes_on_and_may_be_given_its_new_place(
     assert len(start.settings) == 2
 
 
-def test_weights_to_begin_with_count_while_the_run_has_no_checkpoint_and_may_be_left_out(
+def test_resume_checks_initial_weights_only_when_no_checkpoint_exists(
     run: RunDirectory, tmp_path: Path, start: Start
 ) -> None:
     elsewhere = run.checkpoints.rename(tmp_path / "elsewhere")
@@ -247,7 +257,7 @@ def test_weights_to_begin_with_count_while_the_run_has_no_checkpoint_and_may_be_
     assert len(start.settings) == 2
 
 
-def test_a_step_that_is_not_kept_and_a_run_in_use_are_refused_alike(
+def test_resume_refuses_unknown_step_and_run_in_use_without_changing_files(
     run: RunDirectory, start: Start
 ) -> None:
     before = content(run)
@@ -269,7 +279,7 @@ def test_a_step_that_is_not_kept_and_a_run_in_use_are_refused_alike(
     [UserError("no"), ComponentFailure("dead"), KeyboardInterrupt(), Terminated()],
     ids=type,
 )
-def test_a_start_that_fails_before_it_has_begun_leaves_settings_outcome_and_checkpoints(
+def test_resume_that_fails_before_its_start_changes_no_file(
     run: RunDirectory,
     start: Start,
     error: BaseException,
@@ -277,19 +287,19 @@ def test_a_start_that_fails_before_it_has_begun_leaves_settings_outcome_and_chec
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     before = content(run)
-    start.error, start.begins = error, False
+    start.error, start.is_begun = error, False
     with pytest.raises(type(error)):
         train.resume_command(run.path, ["steps=9"], from_step)
     assert content(run) == before
     if not isinstance(error, UserError | ComponentFailure):
-        asked = "steps=9" if from_step is None else "--from-step=2 steps=9"
-        assert f"train --resume {run.path} {asked}\n" in capsys.readouterr().err
+        arguments = "steps=9" if from_step is None else "--from-step=2 steps=9"
+        assert f"train --resume {run.path} {arguments}\n" in capsys.readouterr().err
     start.error = None
     train.resume_command(run.path, [], None)
     assert [settings.steps for settings in start.settings] == [9, 8]
 
 
-def test_one_that_has_begun_has_the_run_though_it_fails_then(
+def test_resume_that_fails_after_its_start_keeps_its_settings(
     run: RunDirectory, start: Start
 ) -> None:
     start.error = ComponentFailure("an engine is gone")
@@ -300,8 +310,9 @@ def test_one_that_has_begun_has_the_run_though_it_fails_then(
     assert (run.checkpoints / "abandoned_0.4").is_dir()
 
 
-def test_the_outcome_of_an_earlier_launch_is_not_taken_for_this_ones(run: RunDirectory) -> None:
-    """It stays until the resume begins; nodes that wait for the run's end must not end at it."""
+def test_outcome_of_an_earlier_launch_is_ignored_after_a_resume(run: RunDirectory) -> None:
+    """The old outcome stays until the resume starts; nodes that wait for the end of the run must
+    not end because of it."""
     earlier = run.outcome_stamp()
     assert (run.outcome(), run.outcome(earlier)) == (RunOutcome.STOPPED, None)
     run.begin()
@@ -310,7 +321,7 @@ def test_the_outcome_of_an_earlier_launch_is_not_taken_for_this_ones(run: RunDir
     assert run.outcome(earlier) is RunOutcome.COMPLETE
 
 
-def test_a_dry_run_of_a_resume_shows_what_it_would_do_and_changes_nothing(
+def test_dry_run_of_a_resume_shows_its_effects_and_changes_no_file(
     run: RunDirectory, start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = content(run)
@@ -325,16 +336,16 @@ def test_a_dry_run_of_a_resume_shows_what_it_would_do_and_changes_nothing(
 
 
 @pytest.mark.parametrize("dry", [True, False])
-def test_launch_lists_what_a_resume_changes(run: RunDirectory, dry: bool) -> None:
+def test_launch_lists_the_settings_that_a_resume_changes(run: RunDirectory, dry: bool) -> None:
     nodes, changes = Cluster(0, None, "1:00:00"), ["schedule.preset=pipeline"]
     shown = launch_run(None, run.path, changes, nodes, slurm=False, dry_run=dry)
     assert "# changed: schedule.preset copris → pipeline\n" in shown
     assert "# changed: schedule.boundary abort → continue\n" in shown
-    assert "# changed: engines.api_key\n" in shown, "without the key itself"
+    assert "# changed: engines.api_key\n" in shown, "the key itself must not be shown"
 
 
 @pytest.mark.parametrize("by", ["train", "launch"])
-def test_a_data_file_that_has_changed_is_refused_or_accepted_with_a_note(
+def test_resume_refuses_changed_data_unless_the_setting_accepts_them(
     run: RunDirectory, tmp_path: Path, start: Start, by: str
 ) -> None:
     data = tmp_path / "data.jsonl"

@@ -1,4 +1,5 @@
-"""`megatron-async reward`: the documented lines scored as in a run, and bad ones refused."""
+"""Tests `megatron-async reward`, which scores the responses of a file as a run would, and refuses
+invalid lines."""
 
 from __future__ import annotations
 
@@ -47,18 +48,18 @@ def without_times(text: str) -> str:
     return re.sub(r"\d+\.\d{3} s$", "T s", text, flags=re.M)
 
 
-def test_the_lines_of_the_documentation_are_scored(tmp_path: Path) -> None:
+def test_reward_command_prints_the_documented_output(tmp_path: Path) -> None:
     section = PAGE.read_text().partition("## Try a reward without a run")[2]
     lines, printed = re.findall(r"```(?:json|text)\n(.*?)```", section, re.S)[:2]
     done = call(tmp_path, [json.loads(line) for line in lines.splitlines()])
-    assert done.exit_code == 1, "one of the four has failed"
+    assert done.exit_code == 1, "one of the four scores has failed"
     shown = printed.replace("/home/me", str(tmp_path))
     assert without_times(done.stdout) == without_times(shown)
     assert "looks at So it is 4." in done.stderr
     assert f'File "{tmp_path / "own.py"}", line 5, in score' in done.stderr
 
 
-def test_a_row_has_the_columns_of_the_data_and_several_rewards_their_weights(
+def test_reward_command_reads_data_columns_and_weights_several_rewards(
     tmp_path: Path,
 ) -> None:
     row = {"problem": "2+2?", "key": {"value": 4}, "level": 3}
@@ -77,7 +78,7 @@ def test_a_row_has_the_columns_of_the_data_and_several_rewards_their_weights(
 
 
 @pytest.mark.parametrize(
-    ("line", "sentence"),
+    ("line", "message"),
     [
         ({"prompt": "p", "answer": 1}, "r.jsonl:2: `response` must be a text.*, got None"),
         ({"response": [], "index": 0}, r":2: `response` must be .* got \[\]"),
@@ -89,16 +90,16 @@ def test_a_row_has_the_columns_of_the_data_and_several_rewards_their_weights(
         ([1], ":2 must be a JSON object, got list"),
     ],
 )
-def test_a_bad_line_is_refused_before_anything_is_scored(
-    tmp_path: Path, line: Any, sentence: str
+def test_reward_command_scores_no_response_when_a_line_is_invalid(
+    tmp_path: Path, line: Any, message: str
 ) -> None:
     done = call(tmp_path, [{"response": "a", "index": 0}, line])
     assert isinstance(done.exception, UserError) and done.stdout == ""
-    assert re.search(sentence, str(done.exception))
+    assert re.search(message, str(done.exception))
 
 
-def test_a_response_is_named_by_its_line_of_the_file(tmp_path: Path) -> None:
-    call(tmp_path, [], rewards="exact")  # writes the settings
+def test_reward_command_names_responses_by_their_line_in_the_file(tmp_path: Path) -> None:
+    call(tmp_path, [], rewards="exact")  # Writes the settings file.
     line = '{"response": "4", "prompt": "2+2?", "answer": 4}\n'
     (tmp_path / "r.jsonl").write_text(f"\n{line}\n{line}")
     files = ["--config", str(tmp_path / "run.yaml"), "--responses", str(tmp_path / "r.jsonl")]
@@ -106,7 +107,7 @@ def test_a_response_is_named_by_its_line_of_the_file(tmp_path: Path) -> None:
     assert [text[:6] for text in done.stdout.splitlines()[:2]] == ["line 2", "line 4"]
 
 
-def test_a_file_or_a_reward_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_reward_command_refuses_missing_file_and_missing_function(tmp_path: Path) -> None:
     done = call(tmp_path, [{"response": "a", "index": 0}], rewards="own.py:nothing")
     assert re.search("has no 'nothing'", str(done.exception))
     files = ["--config", str(tmp_path / "run.yaml"), "--responses", str(tmp_path / "none.jsonl")]

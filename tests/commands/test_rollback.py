@@ -1,6 +1,7 @@
-"""Going back to an older checkpoint: what is refused, and what becomes of the newer ones.
+"""Tests the rollback to an older checkpoint: the refusals, the renaming of newer checkpoints, and
+the lineages of later resumes.
 
-The lineage that begins there is the one that every later resume goes on with.
+Every later resume continues the lineage that starts at the older checkpoint.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from tests.trajectory.builders import prompt, scored_group
 
 
 def save(run: RunDirectory, lineage: int, step: int) -> None:
-    """A finalized checkpoint with one file."""
+    """Write a finalized checkpoint that has one file."""
     temporary = run.checkpoints / ".saving"
     temporary.mkdir(parents=True)
     (temporary / "weights").write_bytes(b"weights")
@@ -48,7 +49,7 @@ def save(run: RunDirectory, lineage: int, step: int) -> None:
 def lineage_of(
     run: RunDirectory, lineage: int, start: PolicyVersion | None
 ) -> Iterator[TrajectoryStore]:
-    """The store of a lineage that goes on from `start`."""
+    """Open the store for a lineage that continues from `start`; None starts a run."""
     step, parent = (0, None) if start is None else (start.number, start.lineage)
     settings = StoreConfig(compact_after_checkpoints=1)
     store = TrajectoryStore.open(
@@ -61,7 +62,7 @@ def lineage_of(
 
 
 def resume(run: RunDirectory) -> PolicyVersion:
-    """Where a plain `--resume` goes on."""
+    """Return the version from which a plain `--resume` continues."""
     newest = find_latest(run.checkpoints)
     assert newest is not None
     return newest.manifest.version
@@ -73,7 +74,8 @@ def waiting(store: TrajectoryStore) -> list[int]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    """Six updates, update n on group n; checkpoints of steps 2, 4 and 6."""
+    """Create a run of six updates, in which update n trains group n, with checkpoints of steps 2, 4
+    and 6."""
     directory = RunDirectory(tmp_path / "run")
     directory.path.mkdir()
 
@@ -95,25 +97,27 @@ def names(run: RunDirectory) -> list[str]:
     return sorted(path.name for path in run.checkpoints.iterdir())
 
 
-def test_newer_checkpoints_are_set_aside_and_the_next_resume_goes_on_from_the_step(
+def test_rollback_renames_newer_checkpoints_and_resume_uses_the_step(
     run: RunDirectory,
 ) -> None:
     back = rollback_to(run, 2)
-    assert names(run) == ["step_000002", "step_000004", "step_000006"], "nothing is changed yet"
-    assert [place.name for place in back.carry_out()] == ["abandoned_0.6", "abandoned_0.4"]
+    assert names(run) == ["step_000002", "step_000004", "step_000006"], (
+        "planning must not rename any checkpoint"
+    )
+    assert [path.name for path in back.carry_out()] == ["abandoned_0.6", "abandoned_0.4"]
     assert names(run) == ["abandoned_0.4", "abandoned_0.6", "step_000002"]
     assert resume(run) == (0, 2)
 
 
-def test_what_the_abandoned_steps_trained_is_trained_once_along_the_new_line(
+def test_groups_of_abandoned_steps_are_trained_once_on_the_new_lineage(
     run: RunDirectory,
 ) -> None:
-    """With a death of the new lineage before its first checkpoint, and one after it."""
+    """The new lineage dies twice: before its first checkpoint, and after it."""
     rollback_to(run, 2).carry_out()
     with lineage_of(run, 1, resume(run)) as store:
         assert waiting(store) == [2, 3, 4, 5]
         store.mark_batched([5], 2)
-    assert resume(run) == (0, 2), "never the abandoned step 6"
+    assert resume(run) == (0, 2), "the abandoned step 6 must not be used"
     with lineage_of(run, 2, resume(run)) as store:
         assert waiting(store) == [2, 3, 4, 5]
         store.mark_batched([4], 2)
@@ -124,21 +128,21 @@ def test_what_the_abandoned_steps_trained_is_trained_once_along_the_new_line(
     assert resume(run) == (2, 4)
     with lineage_of(run, 3, resume(run)) as store:
         assert waiting(store) == [3, 5]
-        assert store.counts()["batched"] == 8  # of groups 0, 1, 4 and 2
+        assert store.counts()["batched"] == 8  # Members of groups 0, 1, 4 and 2.
 
 
-def test_the_newest_checkpoint_may_be_named_too(run: RunDirectory) -> None:
+def test_rollback_to_the_newest_checkpoint_renames_no_checkpoint(run: RunDirectory) -> None:
     assert rollback_to(run, 6).carry_out() == []
     assert resume(run) == (0, 6)
 
 
-def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
+def test_rollback_is_refused_when_the_run_has_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--from-step is 2, .* it has none$"):
         rollback_to(RunDirectory(tmp_path), 2)
 
 
-def test_a_name_that_is_taken_is_refused_before_anything_is_set_aside(run: RunDirectory) -> None:
-    """Somebody copied an abandoned checkpoint back where they should have moved it."""
+def test_rollback_renames_no_checkpoint_when_a_target_name_exists(run: RunDirectory) -> None:
+    """The name exists if a user has copied an abandoned checkpoint back instead of moving it."""
     (run.checkpoints / "abandoned_0.4").mkdir()
     (run.checkpoints / "abandoned_0.4" / "kept").touch()
     with pytest.raises(UserError, match=r"_000004 cannot be renamed: .*_0\.4 already exists$"):
@@ -146,10 +150,11 @@ def test_a_name_that_is_taken_is_refused_before_anything_is_set_aside(run: RunDi
     assert resume(run) == (0, 6)
 
 
-def test_each_is_aside_for_good_before_the_next(
+def test_rollback_makes_each_rename_durable_before_the_next(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A power loss brings back what was not made durable: never an older one without the newer."""
+    """A power loss undoes renames that are not durable; it must never restore an older checkpoint
+    without the newer ones."""
     durable = []
     monkeypatch.setattr(rollback, "force_to_disk", lambda path: durable.append(names(run)))
     rollback_to(run, 2).carry_out()
@@ -159,14 +164,14 @@ def test_each_is_aside_for_good_before_the_next(
     ]
 
 
-def test_a_corrupt_checkpoint_is_refused_and_the_newer_ones_stay(run: RunDirectory) -> None:
+def test_rollback_to_a_corrupt_checkpoint_is_refused_and_renames_none(run: RunDirectory) -> None:
     (step_directory(run.checkpoints, 4) / "weights").write_bytes(b"weighty")
     with pytest.raises(UserError, match=r"step_000004 is corrupt: weights"):
         rollback_to(run, 4)
     assert resume(run) == (0, 6)
 
 
-def test_a_damaged_manifest_is_refused_and_going_back_sets_it_aside(run: RunDirectory) -> None:
+def test_damaged_manifest_refuses_a_resume_and_is_renamed_by_a_rollback(run: RunDirectory) -> None:
     for name in (MANIFEST_NAME, COPY_NAME):
         (step_directory(run.checkpoints, 6) / name).write_text("{")
     with pytest.raises(
@@ -174,7 +179,7 @@ def test_a_damaged_manifest_is_refused_and_going_back_sets_it_aside(run: RunDire
     ):
         check_resume(run, build_config({}))
     check_resume(run, build_config({}), from_step=4)
-    assert [place.name for place in rollback_to(run, 4).carry_out()] == [
+    assert [path.name for path in rollback_to(run, 4).carry_out()] == [
         "abandoned_damaged_step_000006"
     ]
     check_resume(run, build_config({}))
@@ -182,7 +187,7 @@ def test_a_damaged_manifest_is_refused_and_going_back_sets_it_aside(run: RunDire
 
 
 @pytest.mark.parametrize("content", [None, "", "\0\0", "-1", "two"])
-def test_a_lost_number_of_the_lineage_is_refused_by_name(
+def test_resume_is_refused_when_the_lineage_file_is_missing_or_damaged(
     run: RunDirectory, content: str | None
 ) -> None:
     if content is None:
@@ -196,13 +201,14 @@ def test_a_lost_number_of_the_lineage_is_refused_by_name(
     assert run.next_lineage() == 5
 
 
-def test_a_run_that_goes_on_is_refused(run: RunDirectory) -> None:
+def test_rollback_is_refused_when_the_store_is_in_use(run: RunDirectory) -> None:
     with lineage_of(run, 1, PolicyVersion(0, 6)), pytest.raises(UserError, match=r"is in use by"):
         rollback_to(run, 2)
 
 
-def test_a_checkpoint_whose_trajectories_were_exported_is_refused(run: RunDirectory) -> None:
-    """A run keeps checkpoints that it reported to the store; this one came back from elsewhere."""
+def test_rollback_is_refused_when_trajectories_of_the_step_were_exported(run: RunDirectory) -> None:
+    """A run keeps the checkpoints that it has reported to the store. This checkpoint was not
+    reported; it came back from elsewhere."""
 
     async def compact(store: TrajectoryStore) -> None:
         store.add_group(prompt(), 1)

@@ -1,4 +1,5 @@
-"""Fine-tuning over two nodes (both this machine): two torchrun agents that find each other."""
+"""Tests supervised fine-tuning on two nodes (both are this machine), whose torchrun agents connect
+to each other."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def sft(config: Path, *arguments: str) -> subprocess.Popen[str]:
-    """The command on one node."""
+    """Start the `sft` command of one node."""
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "megatron_async.cli", "sft", "--config", str(config)),
@@ -52,8 +53,8 @@ def sft(config: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def ends(*nodes: subprocess.Popen[str]) -> list[tuple[int, str]]:
-    """Exit code and output of each."""
+def wait_for_nodes(*nodes: subprocess.Popen[str]) -> list[tuple[int, str]]:
+    """Wait for the commands of all nodes; return the exit code and the output of each."""
     try:
         outputs = [node.communicate(timeout=SECONDS)[0] for node in nodes]
     finally:
@@ -63,30 +64,32 @@ def ends(*nodes: subprocess.Popen[str]) -> list[tuple[int, str]]:
 
 
 @pytest.mark.slow
-def test_two_nodes_train_one_model_in_which_each_has_a_half(config: Path, tmp_path: Path) -> None:
+def test_sft_on_two_nodes_gives_the_losses_and_weights_of_one_rank(
+    config: Path, tmp_path: Path
+) -> None:
     session = ("--session", "monday")
-    second = sft(config, *session, "--index", "1")  # the nodes start in any order
+    second = sft(config, *session, "--index", "1")  # Nodes may start in any order.
     first = sft(config, *session, "--index", "0")
-    (code, shown), (other_code, other_shown) = ends(first, second)
+    (code, shown), (other_code, other_shown) = wait_for_nodes(first, second)
     assert (code, other_code) == (0, 0), shown + other_shown
     assert "checkpoint in" in shown
-    assert other_shown == "", "one node shows the progress"
+    assert other_shown == "", "only the first node may show the progress"
     directory = RunDirectory(tmp_path / "tuned-sft")
     assert {path.name for path in directory.logs.iterdir()} == {"sft-0.log", "sft-1.log"}
-    # The same training in this process, by one rank that has the whole model.
-    alone = load_config(config, ["parallel.nodes=1", "parallel.ranks=1", "parallel.tensor=1"])
-    reference = RunDirectory.create(alone.model_copy(update={"name": "alone"}))
-    train(alone, reference, tmp_path / "alone-out")
+    # The same training in this process, by one rank that has the complete model.
+    one_rank = load_config(config, ["parallel.nodes=1", "parallel.ranks=1", "parallel.tensor=1"])
+    reference = RunDirectory.create(one_rank.model_copy(update={"name": "alone"}))
+    train(one_rank, reference, tmp_path / "alone-out")
     losses, expected = (
         [line["train/loss"] for line in read_metrics(d.metrics_file, kind="sft")]
         for d in (directory, reference)
     )
     assert losses == pytest.approx(expected, abs=1e-4)
-    assert len(losses) == 2, "the first step and the last"
-    ours, theirs = (load_file(tmp_path / f / "model.safetensors") for f in ("out", "alone-out"))
-    assert ours.keys() == theirs.keys()
-    worst = max(float((ours[name] - tensor).abs().max()) for name, tensor in theirs.items())
-    assert worst < 1e-4, "a tenth of what one step moves a weight"
+    assert len(losses) == 2, "metrics must have the first and the last step"
+    on_nodes, alone = (load_file(tmp_path / f / "model.safetensors") for f in ("out", "alone-out"))
+    assert on_nodes.keys() == alone.keys()
+    worst = max(float((on_nodes[name] - tensor).abs().max()) for name, tensor in alone.items())
+    assert worst < 1e-4, "the limit is a tenth of a weight's change in one step"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +104,7 @@ def test_two_nodes_train_one_model_in_which_each_has_a_half(config: Path, tmp_pa
         (("--session", "a/b"), "--session is 'a/b'; it must be a plain file name"),
     ],
 )
-def test_what_is_refused_makes_nothing(
+def test_sft_job_writes_no_file_when_settings_are_refused(
     config: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     command = ["sft", "--config", str(config), "--out", str(tmp_path / "out"), *arguments]

@@ -1,4 +1,5 @@
-"""`sft --from-teacher`: sampled as asked, scored by the run's reward, only what it accepts kept."""
+"""Tests `sft --from-teacher`: responses of the teacher are sampled with the run's settings and
+scored by its reward, and only accepted responses are kept."""
 
 from __future__ import annotations
 
@@ -28,18 +29,19 @@ from tests.crash.engines import EngineThread
 
 
 class Endpoint:
-    """Answers a sum right at every other request, and in a way of its own each time."""
+    """Chat endpoint that replies to every other request of a prompt with the correct sum, and with
+    a different text each time."""
 
     def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.status = 200
         self.url = ""
 
-    async def answer(self, request: web.Request) -> web.Response:
+    async def reply(self, request: web.Request) -> web.Response:
         body = await request.json()
-        self.asked.append(body)
+        self.requests.append(body)
         question = body["messages"][-1]["content"]
-        number = sum(question == other["messages"][-1]["content"] for other in self.asked)
+        number = sum(question == other["messages"][-1]["content"] for other in self.requests)
         value = sum(map(int, question.rstrip("=").split("+"))) + number % 2
         text = f"{'.' * number}#{value}"
         content = {"choices": [{"message": {"role": "assistant", "content": text}}]}
@@ -48,19 +50,19 @@ class Endpoint:
 
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
-    found, thread = Endpoint(), EngineThread()
+    served, thread = Endpoint(), EngineThread()
 
     async def start() -> web.AppRunner:
         app = web.Application()
-        app.router.add_post("/v1/chat/completions", found.answer)
+        app.router.add_post("/v1/chat/completions", served.reply)
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        found.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        served.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
         return runner
 
     runner = asyncio.run_coroutine_threadsafe(start(), thread.loop).result(30)
-    yield found
+    yield served
     asyncio.run_coroutine_threadsafe(runner.cleanup(), thread.loop).result(30)
     thread.close()
 
@@ -85,32 +87,35 @@ def settings(folder: Path, **teacher: Any) -> RunConfig:
     )
 
 
-def test_five_answers_a_prompt_are_asked_and_the_right_ones_kept(
+def test_teacher_gets_five_requests_a_prompt_and_correct_replies_are_kept(
     tmp_path: Path, endpoint: Endpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = settings(tmp_path)
     directory = RunDirectory(tmp_path)
     found = sample_from_teacher(config, directory, endpoint.url)
-    asked = Counter(body["messages"][-1]["content"] for body in endpoint.asked)
-    assert asked == {f"{n}+2=": 5 for n in range(8)}
-    body = endpoint.asked[0]
+    requested = Counter(body["messages"][-1]["content"] for body in endpoint.requests)
+    assert requested == {f"{n}+2=": 5 for n in range(8)}
+    body = endpoint.requests[0]
     assert (body["model"], body["temperature"], body["top_p"]) == ("m", 0.7, 0.95)
     assert body["max_tokens"] == 32
     rows = [json.loads(line) for line in Path(found.sft.data).read_text().splitlines()]
     assert len(rows) == 16 and all(
         row["response"].endswith(f"#{int(row['prompt'][0]) + 2}") for row in rows
     )
-    assert (found.sft.batches, found.sft.examples) == (12, 16)  # 3 epochs of 16, 4 a batch
+    assert (found.sft.batches, found.sft.examples) == (
+        12,
+        16,
+    )  # 3 epochs of 16 examples, 4 in a batch.
     task = build_task(found.task, str(tmp_path))
     examples = task.worked_examples(found.sft.examples, found.sft.file())
     assert len(examples) == 16
-    learned = Counter(np.concatenate(batches_of(len(examples), found.sft, 1)).tolist())
-    assert learned == dict.fromkeys(range(16), 3)
+    uses = Counter(np.concatenate(batches_of(len(examples), found.sft, 1)).tolist())
+    assert uses == dict.fromkeys(range(16), 3)
     assert task.text(examples[0].prompt_ids.tolist()) == f"{rows[0]['prompt']}="
     assert "teacher: 8 of 8 prompts, 16 answers accepted" in capsys.readouterr().out
 
 
-def test_every_example_is_learned_once_before_one_is_again() -> None:
+def test_sft_batches_use_every_example_once_before_any_is_repeated() -> None:
     def batches(**settings: int) -> list[list[int]]:
         sft = SFTConfig.model_validate({"batch_sequences": 4, **settings})
         return [batch.tolist() for batch in batches_of(10, sft, 1)]
@@ -131,13 +136,13 @@ def test_from_teacher_is_refused_when_data_steps_or_epochs_are_set(tmp_path: Pat
             check_teacher(config, "http://localhost:1/v1")
 
 
-def test_a_teacher_that_is_never_right_or_fails_ends_in_a_sentence(
+def test_sampling_fails_when_teacher_replies_are_rejected_or_errors(
     tmp_path: Path, endpoint: Endpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = settings(tmp_path, min_reward=2.0, samples=1, prompts=2)
     with pytest.raises(UserError, match="the reward accepted no answer"):
         sample_from_teacher(config, RunDirectory(tmp_path), endpoint.url)
-    assert len(endpoint.asked) == 2
+    assert len(endpoint.requests) == 2
     endpoint.status = 500
     with pytest.raises(ComponentFailure, match=r"the teacher at http.* failed: .*status 500"):
         sample_from_teacher(config, RunDirectory(tmp_path), endpoint.url)
@@ -145,7 +150,7 @@ def test_a_teacher_that_is_never_right_or_fails_ends_in_a_sentence(
     assert "never retrieved" not in caplog.text
 
 
-def test_a_teacher_that_cannot_be_asked_is_refused(tmp_path: Path) -> None:
+def test_check_teacher_refuses_unusable_addresses_and_missing_model_name(tmp_path: Path) -> None:
     config = settings(tmp_path)
     with pytest.raises(
         UserError, match=r"neither an address .* nor the directory of a Hugging Face model"
@@ -155,7 +160,7 @@ def test_a_teacher_that_cannot_be_asked_is_refused(tmp_path: Path) -> None:
         check_teacher(settings(tmp_path, model=""), "http://x/v1")
 
 
-def test_a_model_answers_on_an_engine_that_is_gone_afterwards(tmp_path: Path) -> None:
+def test_teacher_model_runs_on_an_engine_that_is_stopped_afterwards(tmp_path: Path) -> None:
     build_tiny_model(tmp_path / "model", seed=1)
     config = settings(tmp_path, min_reward=0.0, samples=2)
     engines = {"kind": "simulated", "simulated": {"mean_length": 8, "step_seconds": 0.0}}
@@ -170,4 +175,4 @@ def test_a_model_answers_on_an_engine_that_is_gone_afterwards(tmp_path: Path) ->
 
 
 def listens(process: psutil.Process) -> bool:
-    return any(one.status == psutil.CONN_LISTEN for one in process.net_connections(kind="inet"))
+    return any(entry.status == psutil.CONN_LISTEN for entry in process.net_connections(kind="inet"))

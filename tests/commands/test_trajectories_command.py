@@ -1,4 +1,5 @@
-"""`megatron-async trajectories`: the listing, its limit, one trajectory, and what was exported."""
+"""Tests `megatron-async trajectories`: the list, its limit, the view of one trajectory, and
+exported trajectories."""
 
 from __future__ import annotations
 
@@ -31,11 +32,12 @@ from megatron_async.trajectory.types import (
 from tests.store.test_episodes import forked
 from tests.trajectory.builders import STORE, append, current, prompt, scored_group
 
-EXPORTED, KEPT = 8, 62  # trajectories, in groups of two
+EXPORTED, KEPT = 8, 62  # Numbers of trajectories, in groups of two.
 
 
 def make_run(root: Path, export: str = "jsonl") -> RunDirectory:
-    """Groups 0 to 2 are consumed and group 3 is dropped, all exported; 31 groups are scored."""
+    """Create a run in which groups 0 to 2 are consumed and group 3 is dropped, all four exported,
+    and 31 groups are scored."""
     model = root / "model"
     model.mkdir(parents=True)
     write_character_tokenizer(model)
@@ -74,12 +76,12 @@ def call(run: RunDirectory, *arguments: str) -> str:
 
 
 def rows(output: str) -> list[int]:
-    """The ids that are listed."""
+    """Return the trajectory IDs that the output lists."""
     table = (line.split() for line in output.splitlines())
     return [int(words[0]) for words in table if len(words) > 4 and words[2] in ("20", "0")]
 
 
-def test_the_newest_fifty_are_listed_and_the_rest_is_counted(run: RunDirectory) -> None:
+def test_trajectories_lists_the_newest_fifty_and_counts_the_rest(run: RunDirectory) -> None:
     output = call(run)
     assert rows(output) == list(range(20, 70))
     assert f"{KEPT} trajectories: {KEPT} scored" in output
@@ -87,14 +89,14 @@ def test_the_newest_fifty_are_listed_and_the_rest_is_counted(run: RunDirectory) 
     assert f"{EXPORTED} more are in {run.path}/export/trajectories.jsonl" in output
 
 
-def test_the_limit_is_a_setting(run: RunDirectory) -> None:
+def test_trajectories_lists_as_many_as_the_limit_option(run: RunDirectory) -> None:
     assert rows(call(run, "--limit", "3")) == [67, 68, 69]
     everything = call(run, "--limit", "0")
     assert rows(everything) == list(range(8, 70))
     assert "not shown" not in everything
 
 
-def test_exported_ones_are_listed_on_demand(run: RunDirectory) -> None:
+def test_trajectories_lists_exported_trajectories_on_request(run: RunDirectory) -> None:
     output = call(run, "--limit", "0", "--exported")
     assert rows(output) == list(range(70))
     assert f"70 trajectories: {KEPT} scored, 6 batched, 2 dropped" in output
@@ -103,7 +105,7 @@ def test_exported_ones_are_listed_on_demand(run: RunDirectory) -> None:
     assert rows(call(run, "--state", "batched")) == []
 
 
-def test_what_compaction_moves_during_a_look_is_listed_once(
+def test_trajectories_lists_each_once_when_compaction_runs_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path)
@@ -126,17 +128,19 @@ def test_what_compaction_moves_during_a_look_is_listed_once(
     assert len(file.read_text().splitlines()) == EXPORTED + 4
 
 
-@pytest.mark.parametrize(("wanted", "state"), [(30, "scored"), (4, "batched (step 2)")])
-def test_one_is_shown_whole_wherever_it_is(run: RunDirectory, wanted: int, state: str) -> None:
-    output = " ".join(call(run, "--show", str(wanted)).split())
-    assert f"trajectory {wanted} (group {wanted // 2})" in output
+@pytest.mark.parametrize(("shown", "state"), [(30, "scored"), (4, "batched (step 2)")])
+def test_show_prints_stored_and_exported_trajectories(
+    run: RunDirectory, shown: int, state: str
+) -> None:
+    output = " ".join(call(run, "--show", str(shown)).split())
+    assert f"trajectory {shown} (group {shown // 2})" in output
     assert state in output
-    assert f"reward {wanted}" in output
+    assert f"reward {shown}" in output
     assert "20 tokens in 1 segments" in output
     assert "segment 0: policy 0.0 on e0, 20 tokens, mean log-prob -0." in output
 
 
-def test_a_look_changes_nothing_in_the_run(run: RunDirectory) -> None:
+def test_trajectories_command_changes_no_file_of_the_run(run: RunDirectory) -> None:
     before = {path: path.stat().st_mtime_ns for path in run.path.iterdir() if path.is_file()}
     call(run)
     after = {path: path.stat().st_mtime_ns for path in run.path.iterdir() if path.is_file()}
@@ -144,22 +148,22 @@ def test_a_look_changes_nothing_in_the_run(run: RunDirectory) -> None:
     assert unchanged == {p: t for p, t in before.items() if not p.name.endswith(("-shm", "-wal"))}
 
 
-def test_an_unknown_id_and_an_unknown_state_are_refused(run: RunDirectory) -> None:
+def test_trajectories_refuses_an_unknown_id_and_an_unknown_state(run: RunDirectory) -> None:
     with pytest.raises(UserError, match=r"trajectory 70 is not in .*: no trajectory of"):
         call(run, "--show", "70")
     with pytest.raises(UserError, match=r"--state is 'done'; it must be one of pending, running"):
         call(run, "--state", "done")
 
 
-def test_without_an_export_the_list_explains_what_became_of_them(tmp_path: Path) -> None:
+def test_trajectories_explains_removed_trajectories_when_export_is_none(tmp_path: Path) -> None:
     run = make_run(tmp_path, export="none")
-    sentence = f"{EXPORTED} more were removed by compaction (store.export is none)"
-    assert sentence in call(run)
+    message = f"{EXPORTED} more were removed by compaction (store.export is none)"
+    assert message in call(run)
     with pytest.raises(UserError, match=r"compaction removed it \(store\.export is none\)"):
         call(run, "--show", "4")
 
 
-def test_an_export_that_is_gone_or_damaged_is_named(tmp_path: Path) -> None:
+def test_trajectories_error_names_the_missing_or_damaged_export(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     file = run.path / "export" / "trajectories.jsonl"
     lines = file.read_text().splitlines(keepends=True)
@@ -181,7 +185,7 @@ def printed(renderable: RenderableType) -> str:
     return stream.getvalue()
 
 
-def test_an_episode_is_a_conversation_with_authors_versions_and_masks(tmp_path: Path) -> None:
+def test_details_show_authors_versions_and_masks_of_an_episode(tmp_path: Path) -> None:
     async def scenario() -> None:
         store = TrajectoryStore.open(tmp_path / STORE)
         await forked(store)
@@ -192,8 +196,8 @@ def test_an_episode_is_a_conversation_with_authors_versions_and_masks(tmp_path: 
         found = reader.trajectory(0)
         shown = view.details(found, lambda ids: "|".join(map(str, ids)))
     turns = (found.turns[0], replace(found.turns[1], answer={ABANDONED: True}), found.turns[2])
-    left = printed(view.details(replace(found, turns=turns), str))
-    assert left.count("mask 1") == 2, "a turn that is left is not trained"
+    abandoned = printed(view.details(replace(found, turns=turns), str))
+    assert abandoned.count("mask 1") == 2, "an abandoned turn must not be trained"
     text = " ".join(printed(shown).split())
     assert "turn 0, first turn segment 0: environment, 2 tokens, mask 0 1|2" in text
     policy = "segment 3: policy 0.1 on e0, 2 tokens, mean log-prob -0.065, mask 1 6|7"
@@ -203,7 +207,8 @@ def test_an_episode_is_a_conversation_with_authors_versions_and_masks(tmp_path: 
 
 @pytest.fixture
 def reader(tmp_path: Path) -> StoreReader:
-    """Group 0 batched, group 1: one partial over two versions, one dropped."""
+    """Return a reader of a store with a batched group 0, and a group 1 that has one partial
+    trajectory over two versions and one dropped trajectory."""
 
     async def scenario() -> None:
         store = TrajectoryStore.open(tmp_path / STORE)
@@ -224,7 +229,7 @@ def reader(tmp_path: Path) -> StoreReader:
     return StoreReader(tmp_path / STORE)
 
 
-def test_the_listing_counts_and_shows_each_trajectory(reader: StoreReader) -> None:
+def test_listing_counts_and_shows_each_trajectory(reader: StoreReader) -> None:
     text = printed(view.listing(reader.summaries()))
     assert "4 trajectories: 1 partial, 2 batched, 1 dropped" in text
     rows = [line.split() for line in text.splitlines()[2:]]

@@ -1,9 +1,10 @@
-"""The figures in the headers of shipped files: what stands there, and what the command prints.
+"""Reads and writes the figures in the headers of shipped config files, which `megatron-async
+simulate --figures` prints.
 
-    python -m tests.config.headers          writes them into every file that has some
+    python -m tests.config.headers          writes the figures into every file that states figures
 
-`megatron-async simulate --figures --config FILE` prints them. Overrides behind it, such as another
-GPU, are those of the file's header.
+The command is `megatron-async simulate --figures --config FILE`. The header may add overrides to
+the command, for example another GPU.
 """
 
 from __future__ import annotations
@@ -23,37 +24,38 @@ _INDENT = "#   "
 
 
 def _title(name: str) -> str:
-    """The line of a file's header that names the command; empty where there is none."""
+    """Return the header line of a file that names the command, or an empty string if the header has
+    none."""
     lines = (CONFIGS / f"{name}.yaml").read_text().splitlines()
     return next((line for line in lines if line.startswith(TITLE.format(name))), "")
 
 
 def overrides(name: str) -> list[str]:
-    """What the command in the header of a file sets."""
+    """Return the overrides of the command in the header of a file."""
     return _title(name).removeprefix(TITLE.format(name)).split()
 
 
 def simulation(name: str) -> SimulationConfig:
-    """The simulation of a shipped file, with the overrides of its header."""
+    """Return the simulation config of a shipped file, with the overrides of its header."""
     return load_simulation(CONFIGS / f"{name}.yaml", overrides(name))
 
 
 def stated(name: str) -> list[str]:
-    """The figures in the header of a file."""
+    """Return the figures in the header of a file, line by line."""
     _, _, after = (CONFIGS / f"{name}.yaml").read_text().partition(_title(name) + "\n")
     figures = takewhile(lambda line: line.startswith(_INDENT), after.splitlines())
     return [line.removeprefix(_INDENT) for line in figures]
 
 
 def printed(name: str) -> list[str]:
-    """What the command prints of it."""
+    """Return the lines that the command of the header prints for a file."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         figures_command(CONFIGS / f"{name}.yaml", overrides(name))
     return out.getvalue().splitlines()
 
 
 def with_figures() -> list[str]:
-    """Names of the files that state figures."""
+    """Return the names of the files whose header states figures."""
     return sorted(path.stem for path in CONFIGS.glob("*.yaml") if _title(path.stem))
 
 

@@ -1,17 +1,21 @@
-"""GPU memory of one rank of a shipped file, by the storages that the trainer's own code makes.
+"""Counts the GPU memory of one rank of a shipped config, by the storages that the trainer's code
+allocates.
 
-The rank is alone, its GPU has shapes only (`tests/trainer/fake_gpu.py`): model, gradient buffers
-and optimizer are built, microbatches go through Megatron's schedule as many at once as its stage
-has, with the head and with the recomputation of the file, and the optimizer makes its step. Every
-storage on the GPU is counted from its first use until nothing refers to it.
+The rank runs without other ranks, on a GPU that has only shapes (`tests/trainer/fake_gpu.py`).
+Model, gradient buffers and optimizer are built. Microbatches run through Megatron's schedule, as
+many at once as the stage has, with the output head and with the recomputation of the config. Then
+the optimizer makes its step. Every storage on the GPU is counted from its first use until it is no
+longer referenced.
 
 Invariants
-- Nothing here is computed from the planner's constants, nor they from what is found here.
-- The layers of a stage are alike: two depths give a stage of any depth, for each phase alone.
+- This module does not use the planner's constants, and the planner's constants are not fitted to
+  its results.
+- The layers of a stage are alike. Therefore two depths determine a stage of any depth, separately
+  for each phase.
 
-What differs from a GPU: fused pieces (the activation, RMSNorm) run one operation after the other,
-which holds more at once; NCCL's buffers, cuBLAS's workspaces and fragmentation are not there; the
-head is the chunked one; experts get as many tokens as each other.
+Differences from a real GPU: fused operations (the activation, RMSNorm) run unfused, which needs
+more memory at once; NCCL's buffers, cuBLAS's workspaces and fragmentation are missing; the head is
+the chunked version; all experts get equally many tokens.
 """
 
 from __future__ import annotations
@@ -53,7 +57,8 @@ PROMPT_TOKENS = 512
 
 @dataclass(frozen=True)
 class Peaks:
-    """Bytes on a GPU: before an update, the most in each part of it, and between the two parts."""
+    """Bytes on a GPU: before an update, the peaks during gradients and optimizer step, and between
+    these two phases."""
 
     state: float
     gradients: float
@@ -61,19 +66,20 @@ class Peaks:
     optimizer_step: float
 
     @property
-    def most(self) -> float:
+    def largest(self) -> float:
         return max(self.gradients, self.optimizer_step)
 
     def at(self, layers: float, shallow: Peaks, step: float) -> Peaks:
-        """Those of `layers` more layers; `shallow` is of `step` layers fewer than this."""
+        """Return the peaks for `layers` more layers; `shallow` has `step` layers fewer than this
+        object."""
         return self.grown(self, shallow, layers / step)
 
     def grown(self, more: Peaks, less: Peaks, times: float) -> Peaks:
-        """Add the difference of two others so many times."""
+        """Return these peaks plus `times` the difference of `more` and `less`."""
         return Peaks(
             *(
-                mine + (high - low) * times
-                for mine, high, low in zip(
+                own + (high - low) * times
+                for own, high, low in zip(
                     vars(self).values(), vars(more).values(), vars(less).values(), strict=True
                 )
             )
@@ -81,30 +87,30 @@ class Peaks:
 
 
 class StorageCount(TorchDispatchMode):
-    """Bytes of the storages on the GPU that something refers to."""
+    """Counts the bytes of all referenced storages on the GPU."""
 
     def __init__(self, device: str = "cuda") -> None:
         super().__init__()
         self.bytes = 0
         self._device = device
         self._peak = 0
-        self._held: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
 
-    def take_peak(self) -> int:
-        """The most since the last call."""
+    def pop_peak(self) -> int:
+        """Return the peak since the last call, and start a new peak."""
         peak, self._peak = self._peak, self.bytes
         return peak
 
     def _forget(self, storage: int) -> None:
-        self.bytes -= self._held.pop(storage)
+        self.bytes -= self._sizes.pop(storage)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.device.type == self._device:
                 storage = leaf.untyped_storage()
-                if storage._cdata not in self._held:
-                    self._held[storage._cdata] = storage.nbytes()
+                if storage._cdata not in self._sizes:
+                    self._sizes[storage._cdata] = storage.nbytes()
                     self.bytes += storage.nbytes()
                     weakref.finalize(storage, self._forget, storage._cdata)
         self._peak = max(self._peak, self.bytes)
@@ -112,12 +118,14 @@ class StorageCount(TorchDispatchMode):
 
 
 def peaks_of_stages(config: RunConfig, raw: dict[str, Any], folder: Path) -> list[Peaks]:
-    """Of the first rank of each stage, in a process that has no process group yet (`run_ranks`).
+    """Return the peaks of the first rank of each stage; runs in a process without a process group
+    (`run_ranks`).
 
-    `raw` is the model's config.json.
+    Args:
+        raw: Content of the model's config.json.
     """
     deep = raw["num_hidden_layers"] // config.parallel.pipeline
-    # The optimizer steps experts by themselves: they are the most it holds from two layers on.
+    # The optimizer steps experts separately; from two layers on, they determine its peak.
     fewest = 2 if "num_experts" in raw else 1
     found = []
     for stage in range(config.parallel.pipeline):
@@ -132,7 +140,8 @@ def peaks_of_stages(config: RunConfig, raw: dict[str, Any], folder: Path) -> lis
 def _partly_recomputed(
     config: RunConfig, raw: dict[str, Any], folder: Path, stage: int, deep: int
 ) -> Peaks:
-    """Peaks of a stage of `deep` layers of which `trainer.recompute` are recomputed."""
+    """Return the peaks of a stage of `deep` layers, of which `trainer.recompute` layers are
+    recomputed."""
     recomputed = config.trainer.recompute
     assert isinstance(recomputed, int)
 
@@ -149,7 +158,8 @@ def _partly_recomputed(
 def stage_peaks(
     config: RunConfig, raw: dict[str, Any], folder: Path, stage: int, layers: int
 ) -> Peaks:
-    """One update of the first rank of a pipeline stage of so many layers."""
+    """Return the peaks of one update of the first rank of a pipeline stage that has `layers`
+    layers."""
     shape = {**raw, "num_hidden_layers": layers * config.parallel.pipeline}
     shape.pop("layer_types", None)
     (folder / "config.json").write_text(json.dumps(shape))
@@ -168,13 +178,13 @@ def stage_peaks(
         zero_gradients(wrapped, optimizer)
         runner = PolicyRunner(wrapped, layout, token_budget=tokens, hidden_size=raw["hidden_size"])
         micro = _microbatch(tokens, layout.device)
-        count.take_peak()
-        # One more than are held at once, so that what is held meets the next one's.
+        count.pop_peak()
+        # One microbatch more than are in flight at once, so that the peak includes the next one.
         runner._run([micro] * (at_once + 1), micro.rows, _loss, forward_only=False, entropy=True)
-        gradients, between = count.take_peak(), count.bytes
+        gradients, between = count.pop_peak(), count.bytes
         applied, _ = guarded_step(optimizer, rate=1e-6, loss_is_finite=True)
         assert applied
-        return Peaks(state, gradients, between, count.take_peak())
+        return Peaks(state, gradients, between, count.pop_peak())
 
 
 def _loss(output: TokenLogprobs, _micro: Microbatch) -> Tensor:
@@ -183,7 +193,7 @@ def _loss(output: TokenLogprobs, _micro: Microbatch) -> Tensor:
 
 
 def _microbatch(tokens: int, device: torch.device) -> Microbatch:
-    """Two sequences that fill it."""
+    """Return a microbatch that two sequences of equal length fill."""
 
     def integers(count: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.zeros(count, dtype=dtype, device=device)
@@ -202,7 +212,7 @@ def _microbatch(tokens: int, device: torch.device) -> Microbatch:
 
 @contextmanager
 def _rank(config: RunConfig, rank: int, routed: int, hidden: int) -> Iterator[StorageCount]:
-    """That rank of the layout, with its storages counted."""
+    """Act as one rank of the layout, and count its storages."""
     kernel = importlib.import_module("megatron_async_kernels.token_logprob")
     adam = importlib.import_module("torch.optim.adam")
     sent = [config.trainer.microbatch_tokens // config.parallel.tensor, 1, hidden]
@@ -210,21 +220,21 @@ def _rank(config: RunConfig, rank: int, routed: int, hidden: int) -> Iterator[St
     def shapes(*_: Any, **__: Any) -> tuple[list[int], list[int]]:
         return sent, sent
 
-    def nothing(*_: Any, **__: Any) -> list[Any]:
+    def no_operations(*_: Any, **__: Any) -> list[Any]:
         return []
 
     with ExitStack() as stack:
-        for where, name, replacement in (
+        for owner, name, replacement in (
             (capabilities, "detect", lambda: NO_ENGINE),
-            # Triton's kernels need memory to work on; the torch version has the same interface.
+            # Triton's kernels need real memory; the torch version has the same interface.
             (kernel, "resolve_backend", lambda *_: "chunked"),
             (torch, "_assert_async", lambda *_: None),
-            # What torch chooses for tensors on a GPU; a fake one is not of the type it looks for.
+            # torch's choice for GPU tensors, which it does not make for fake tensors.
             (adam, "_default_to_fused_or_foreach", lambda *_, **__: (False, True)),
             (p2p_communication.P2PCommunicator, "_communicate_shapes", shapes),
-            (p2p_communication, "_p2p_ops", nothing),
+            (p2p_communication, "_p2p_ops", no_operations),
         ):
-            stack.enter_context(mock.patch.object(where, name, replacement))
+            stack.enter_context(mock.patch.object(owner, name, replacement))
         stack.enter_context(fake_gpu(routed))
         stack.enter_context(fake_world(config.parallel, rank))
         yield stack.enter_context(StorageCount())

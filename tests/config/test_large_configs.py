@@ -1,6 +1,7 @@
-"""The configs of larger models: they load, their layouts fit, and their numbers are computed.
+"""Tests the configs of larger models: they load, their layouts fit, and their headers state the
+computed figures.
 
-`tests/data/*.config.json` hold the shapes of the public models.
+`tests/data/*.config.json` contain the shapes of the public models.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ DATA = Path(__file__).parents[1] / "data"
 GPUS_PER_NODE = 8
 MAX_IDLE = 33
 
-# Parameters as published with the checkpoints, and nodes in all.
+# Shape, number of parameters as published with the checkpoint, and total number of nodes.
 PUBLISHED = {
     "llama3.3-70b": ("llama-3.3-70b", 70_553_706_496, 16),
     "llama3.3-70b-8nodes": ("llama-3.3-70b", 70_553_706_496, 8),
@@ -47,10 +48,10 @@ PUBLISHED = {
 }
 
 
-# All 8 GPUs of a node for each phase in turn: Qwen2.5-7B.
+# Configs of Qwen2.5-7B in which trainer and engines alternate on all 8 GPUs of a node.
 COLOCATED = ("colocated-copris", "colocated-rapid", "colocated-sync")
 
-# One GPU for both in turn: Qwen2.5-0.5B.
+# Configs of Qwen2.5-0.5B in which trainer and engine alternate on one GPU.
 RAPID = ("rapid-math", "rapid-mbpp", "rapid-minif2f")
 
 
@@ -61,7 +62,7 @@ def architecture_of(shape: str) -> Architecture:
 
 @dataclass(frozen=True)
 class Count:
-    """Parameters outside and inside of experts."""
+    """Numbers of parameters outside and inside of experts."""
 
     dense: int
     experts: int
@@ -78,7 +79,8 @@ def count(a: Architecture) -> Count:
 
 
 def state_gigabytes(config: RunConfig, parameters: Count) -> float:
-    """Weights, gradients and optimizer state of one rank (see configs/large_base.yaml)."""
+    """Return the weights, gradients and optimizer state of one rank in GB (see
+    configs/large_base.yaml)."""
     p = config.parallel
     dense = parameters.dense / (p.tensor * p.pipeline)
     experts = parameters.experts / (p.pipeline * p.expert)
@@ -87,7 +89,8 @@ def state_gigabytes(config: RunConfig, parameters: Count) -> float:
 
 
 def activation_gigabytes(config: RunConfig, a: Architecture) -> float:
-    """Elements that each operation of a layer keeps, in bfloat16, for the tokens of a rank."""
+    """Return the activations of a rank in GB: the elements that each operation of a layer keeps, in
+    bfloat16."""
     p, trainer = config.parallel, config.trainer
     tokens = trainer.microbatch_tokens / p.tensor
     norms = 4 * a.hidden_size
@@ -107,7 +110,8 @@ def activation_gigabytes(config: RunConfig, a: Architecture) -> float:
 
 
 def step_gigabytes(config: RunConfig, parameters: Count) -> float:
-    """What torch's Adam makes beside the state of one rank: a float32 of each of its parameters."""
+    """Return the GB that torch's Adam allocates in addition to the state: one float32 for each
+    parameter of a rank."""
     p = config.parallel
     dense = parameters.dense / (p.tensor * p.pipeline) / p.data
     return 4 * (dense + parameters.experts / p.ranks) / 1e9
@@ -118,21 +122,21 @@ def gpu_gigabytes(name: str) -> float:
 
 
 def as_started(name: str) -> RunConfig:
-    """Return a shipped file's settings as a start on its GPUs derives them."""
+    """Return the settings of a shipped file as a start on its GPUs derives them."""
     config = load_config(ROOT / "configs" / f"{name}.yaml")
     machine = Machine.of_nodes(GPUS_PER_NODE, 1, simulation(name).simulate.gpu)
     return derive(config, machine).config
 
 
 def figure(name: str, pattern: str) -> float:
-    """A number from the figures in the header of a config file."""
+    """Return the number that `pattern` captures in the header figures of a config file."""
     found = re.search(pattern, "\n".join(stated(name)))
     assert found, f"{name}.yaml does not state {pattern}"
     return float(found[1].replace(",", ""))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_layout_fits_model_and_nodes(name: str) -> None:
+def test_shipped_layout_fits_model_and_nodes(name: str) -> None:
     shape, _, nodes = PUBLISHED[name]
     config = load_config(ROOT / "configs" / f"{name}.yaml")
     check_layout(architecture_of(shape), config.parallel)
@@ -147,14 +151,14 @@ def test_the_layout_fits_model_and_nodes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_table_of_parameters_adds_up_to_the_published_count(name: str) -> None:
+def test_parameter_rules_add_up_to_the_published_count(name: str) -> None:
     shape, published, _ = PUBLISHED[name]
     parameters = count(architecture_of(shape))
     assert parameters.dense + parameters.experts == published
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_stated_memory_is_the_computed_one_and_fits(name: str) -> None:
+def test_config_header_states_the_computed_memory_which_fits_the_gpu(name: str) -> None:
     shape, published, _ = PUBLISHED[name]
     config = as_started(name)
     architecture = architecture_of(shape)
@@ -170,12 +174,12 @@ def test_the_stated_memory_is_the_computed_one_and_fits(name: str) -> None:
     assert figure(name, r"weights ([\d.]+) GB") == pytest.approx(weights, abs=0.06)
     assert figure(name, r"checkpoint: ([\d,]+) GB") == pytest.approx(12e-9 * published, abs=1)
     gpu = gpu_gigabytes(name)
-    assert peak < 0.8 * gpu, "no room for buffers"
-    assert weights < 0.6 * gpu, "no room for the KV cache"
+    assert peak < 0.8 * gpu, "20 % of the memory must be free for buffers"
+    assert weights < 0.6 * gpu, "40 % of the memory must be free for the KV cache"
 
 
 @pytest.mark.parametrize("name", COLOCATED)
-def test_engines_in_turn_with_the_trainer_use_every_gpu_of_the_node(name: str) -> None:
+def test_colocated_engines_use_every_gpu_of_the_node(name: str) -> None:
     config = load_config(ROOT / "configs" / f"{name}.yaml")
     check_layout(architecture_of("qwen2.5-7b"), config.parallel)
     assert split_devices([str(gpu) for gpu in range(GPUS_PER_NODE)], config) == DeviceSplit()
@@ -188,36 +192,37 @@ def test_engines_in_turn_with_the_trainer_use_every_gpu_of_the_node(name: str) -
 
 
 @pytest.mark.parametrize("name", [*PUBLISHED, *COLOCATED, *RAPID])
-def test_the_header_is_what_the_command_prints(name: str) -> None:
-    assert stated(name) == printed(name), "`python -m tests.config.headers` writes it"
-    assert figure(name, r"idle (\d+) %") < MAX_IDLE, "a third of all GPUs is idle"
+def test_config_header_equals_the_output_of_the_figures_command(name: str) -> None:
+    assert stated(name) == printed(name), "`python -m tests.config.headers` writes the header"
+    assert figure(name, r"idle (\d+) %") < MAX_IDLE, "a third of all GPUs or more is idle"
 
 
 @pytest.mark.parametrize("name", ["llama3.3-70b", "qwen2.5-32b-2nodes"])
-def test_a_dry_run_shows_the_figures_of_the_header(
+def test_dry_run_shows_the_figures_of_the_config_header(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From config.json alone, and the GPUs that the file names."""
+    """The dry run needs only config.json and the type of GPU that the file names."""
     raw = (DATA / f"{PUBLISHED[name][0]}.config.json").read_text()
     (tmp_path / "config.json").write_text(raw)
     file = ROOT / "configs" / f"{name}.yaml"
     gpu = simulation(name).simulate.gpu.name
     cluster = Cluster(GPUS_PER_NODE, None, "24:00:00", gpu=gpu)
-    with pytest.raises(UserError, match="contains no"):  # weights, which a start needs
+    with pytest.raises(UserError, match="contains no"):  # A start needs weights.
         launch_run(file, None, [f"model.path={tmp_path}"], cluster, slurm=True, dry_run=True)
     shown = capsys.readouterr().out.splitlines()
     assert set(stated(name)) <= set(shown)
 
 
-def test_the_first_llama_of_70b_needs_the_override_that_its_file_names(tmp_path: Path) -> None:
-    """Its context of 8,192 has no room for a prompt and 8,192 new tokens."""
+def test_llama3_70b_config_needs_its_documented_override_for_8192_context(tmp_path: Path) -> None:
+    """The first Llama of 70B has a context of 8,192, which cannot contain a prompt and 8,192 new
+    tokens."""
     raw = json.loads((DATA / "llama-3.3-70b.config.json").read_text())
     del raw["rope_scaling"]
     (tmp_path / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": 8192}))
     file = ROOT / "configs" / "llama3.3-70b.yaml"
     [override] = re.findall(r"^# .* add (sampling\.max_new_tokens=\d+)\.$", file.read_text(), re.M)
 
-    def room(*overrides: str) -> int:
+    def prompt_budget(*overrides: str) -> int:
         config = load_config(file, [f"model.path={tmp_path}", *overrides])
         config = derive(config, Machine.of_nodes(GPUS_PER_NODE, 4)).config
         longest = max_sequence_tokens(config)
@@ -226,20 +231,21 @@ def test_the_first_llama_of_70b_needs_the_override_that_its_file_names(tmp_path:
         return longest - config.sampling.max_new_tokens
 
     with pytest.raises(UserError, match=r"sampling\.max_new_tokens is 8192, .* no prompt fits"):
-        room()
-    assert room(override) > 2000
+        prompt_budget()
+    assert prompt_budget(override) > 2000
 
 
-def test_every_shipped_layout_for_gpus_is_simulated() -> None:
-    """Whatever names a model; a base has no name, and the rest is for two CPU cores."""
+def test_every_shipped_config_for_gpus_is_in_the_tables_of_this_module() -> None:
+    """Base files have no run name and are not counted; the remaining configs are for two CPU
+    cores."""
     files = (ROOT / "configs").glob("*.yaml")
     named = {path.stem for path in files if re.search("^name:", path.read_text(), re.M)}
     laptop = {"quickstart", "quickstart_ci", "smollm2"}
     assert named - laptop == {*PUBLISHED, *COLOCATED, *RAPID}
 
 
-def test_answers_of_the_whole_context_need_the_yarn_that_the_file_states(tmp_path: Path) -> None:
-    """Trainer and engines read it from the model's config.json alone."""
+def test_qwen_32k_config_needs_the_documented_yarn_for_full_responses(tmp_path: Path) -> None:
+    """Trainer and engines read the YaRN scaling only from the model's config.json."""
     raw = json.loads((DATA / "qwen2.5-72b.config.json").read_text())
     file = tmp_path / "config.json"
     file.write_text(json.dumps(raw))
@@ -248,7 +254,9 @@ def test_answers_of_the_whole_context_need_the_yarn_that_the_file_states(tmp_pat
         [f"model.path={tmp_path}", "engines.max_total_tokens=null"],
     )
     new = config.sampling.max_new_tokens
-    assert (max_sequence_tokens(config) or 0) < new, "no prompt fits: the run is refused"
+    assert (max_sequence_tokens(config) or 0) < new, (
+        "the run must be refused, because no prompt fits"
+    )
     text = (ROOT / "configs" / "qwen2.5-72b-32k.yaml").read_text()
     [scaling] = re.findall(r'^#   "rope_scaling": (\{.*\})$', text, re.M)
     file.write_text(json.dumps({**raw, "rope_scaling": json.loads(scaling)}))
@@ -258,8 +266,9 @@ def test_answers_of_the_whole_context_need_the_yarn_that_the_file_states(tmp_pat
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_its_model_is_the_one_that_is_simulated(name: str) -> None:
-    """`simulate`, `plan` and the memory in `--dry-run` need the file alone, not the weights."""
+def test_shipped_config_and_config_json_give_the_same_model_shape(name: str) -> None:
+    """`simulate`, `plan` and the memory estimate of `--dry-run` need only the file, not the
+    weights."""
     shape, _, _ = PUBLISHED[name]
     raw = json.loads((DATA / f"{shape}.config.json").read_text())
     config = load_config(ROOT / "configs" / f"{name}.yaml")

@@ -1,4 +1,4 @@
-"""Settings: precedence, inheritance, overrides, and the text of a refusal."""
+"""Tests loading of settings: precedence, base files, overrides, and the text of errors."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from megatron_async.config.simulate import SimulateConfig, SimulationConfig
 from megatron_async.errors import UserError
 
 FILES = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
-# Beside the runs: the simulator's engines (tests/simulate), and what `init` fills in
+# Without the simulator's engines (tests/simulate) and the templates of `init`
 # (tests/commands/test_init.py).
 CONFIGS = [path for path in FILES if path.parent.name not in ("engines", "projects")]
 
@@ -20,7 +20,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_precedence_is_recipe_then_preset_then_file_then_command_line(tmp_path: Path) -> None:
+def test_settings_precedence_is_recipe_preset_file_command_line(tmp_path: Path) -> None:
     file = write(
         tmp_path / "c.yaml",
         "algorithm: {recipe: prime_rl}\nschedule: {max_async_level: 3, group_size: 5}\n",
@@ -31,26 +31,26 @@ def test_precedence_is_recipe_then_preset_then_file_then_command_line(tmp_path: 
     assert (config.schedule.max_async_level, config.schedule.group_size) == (7, 5)
 
 
-def test_preset_named_in_the_file_beats_the_recipes_preset() -> None:
+def test_preset_of_the_file_overrides_the_preset_of_the_recipe() -> None:
     config = build_config({"algorithm": {"recipe": "copris"}, "schedule": {"preset": "pipeline"}})
     assert config.schedule.weight_update == "in_flight"
 
 
-def test_base_files_are_merged_below(tmp_path: Path) -> None:
+def test_settings_of_a_file_override_those_of_its_base_file(tmp_path: Path) -> None:
     write(tmp_path / "low.yaml", "name: low\nschedule: {group_size: 3, concurrency: 9}\n")
     file = write(tmp_path / "high.yaml", "base: low.yaml\nschedule: {group_size: 4}\n")
     config = load_config(file)
     assert (config.name, config.schedule.group_size, config.schedule.concurrency) == ("low", 4, 9)
 
 
-def test_a_base_that_includes_itself_is_refused(tmp_path: Path) -> None:
+def test_load_config_refuses_a_base_that_includes_itself(tmp_path: Path) -> None:
     file = write(tmp_path / "loop.yaml", "base: loop.yaml\n")
     with pytest.raises(UserError, match="nested deeper"):
         load_config(file)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "sentence"),
+    ("overrides", "message"),
     [
         (
             ["schedule.concurency=4"],
@@ -96,32 +96,32 @@ def test_a_base_that_includes_itself_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_refusal_names_the_setting_and_its_value(
-    tmp_path: Path, overrides: list[str], sentence: str
+def test_load_config_error_names_the_setting_and_its_value(
+    tmp_path: Path, overrides: list[str], message: str
 ) -> None:
     file = write(tmp_path / "c.yaml", "name: x\n")
-    with pytest.raises(UserError, match=sentence) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         load_config(file, overrides)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("section", ["environment", "agent"])
-def test_a_name_alone_stands_for_its_section(tmp_path: Path, section: str) -> None:
+def test_section_accepts_a_plain_name(tmp_path: Path, section: str) -> None:
     file = write(tmp_path / "c.yaml", f"{section}: game.py:play\n")
     assert getattr(load_config(file), section).name == f"{tmp_path}/game.py:play"
-    played = getattr(load_config(file, [f"{section}.arguments={{high: 3}}"]), section)
-    assert (played.name, played.arguments) == (f"{tmp_path}/game.py:play", {"high": 3})
+    loaded = getattr(load_config(file, [f"{section}.arguments={{high: 3}}"]), section)
+    assert (loaded.name, loaded.arguments) == (f"{tmp_path}/game.py:play", {"high": 3})
     assert getattr(load_config(file, [f"{section}=games:play"]), section).name == "games:play"
 
 
-def test_settings_beside_the_short_form_of_a_reward_or_a_loss_keep_its_name(tmp_path: Path) -> None:
+def test_overrides_keep_the_name_of_a_reward_or_loss_in_short_form(tmp_path: Path) -> None:
     file = write(tmp_path / "c.yaml", "reward: math\nalgorithm: {loss: mine:loss}\n")
     config = load_config(file, ["reward.weight=0.5", "algorithm.loss.aggregation=token_mean"])
     assert [(reward.name, reward.weight) for reward in config.reward] == [("math", 0.5)]
     assert config.algorithm.loss.name == "mine:loss"
 
 
-def test_a_file_that_is_missing_or_no_mapping_is_refused(tmp_path: Path) -> None:
+def test_load_config_refuses_missing_invalid_and_non_mapping_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         load_config(tmp_path / "none.yaml")
     with pytest.raises(UserError, match="must contain a mapping"):
@@ -130,7 +130,7 @@ def test_a_file_that_is_missing_or_no_mapping_is_refused(tmp_path: Path) -> None
         load_config(write(tmp_path / "bad.yaml", "a: [1\n"))
 
 
-def test_an_override_that_is_no_yaml_is_answered_with_quotes() -> None:
+def test_parse_override_suggests_quotes_when_the_value_is_not_yaml() -> None:
     text = "task.prompt_template={question} at {level}"
     with pytest.raises(UserError, match=r"is a text, quote it: 'task.prompt_template=\"TEXT\"'$"):
         parse_override(text)
@@ -139,7 +139,7 @@ def test_an_override_that_is_no_yaml_is_answered_with_quotes() -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
-def test_every_shipped_configuration_loads(path: Path) -> None:
+def test_shipped_config_loads(path: Path) -> None:
     simulates = path.parent.name == "simulate"
     loaded = load_simulation(path) if simulates else load_config(path)
     assert isinstance(loaded, SimulationConfig) == simulates
@@ -150,8 +150,8 @@ def test_section_simulate_is_refused_when_it_is_set_for_a_run(
     tmp_path: Path, overrides: list[str]
 ) -> None:
     file = write(tmp_path / "c.yaml", "name: x\n" if overrides else "simulate: {steps: 5}\n")
-    sentence = "simulate is set; a run has no such section. Put it into a separate file with "
-    with pytest.raises(UserError, match=sentence):
+    message = "simulate is set; a run has no such section. Put it into a separate file with "
+    with pytest.raises(UserError, match=message):
         load_config(file, overrides)
 
 

@@ -1,4 +1,5 @@
-"""configs/rapid-*.yaml: each reads and scores a row of its data set's published columns."""
+"""Tests that each config configs/rapid-*.yaml reads and scores a row with its data set's published
+columns."""
 
 from __future__ import annotations
 
@@ -57,18 +58,20 @@ def scores(config: RunConfig, *responses: str) -> list[float]:
     return [reward.score([sample_of(payload, text)])[0].value for text in responses]
 
 
-def test_math(tmp_path: Path) -> None:
+def test_rapid_math_config_scores_a_math_row(tmp_path: Path) -> None:
     config = load("math", MATH, tmp_path)
     assert scores(config, "So it is \\boxed{0.75}.", "\\boxed{\\frac{3}{5}}") == [1.0, 0.0]
 
 
-def test_mbpp_plus(tmp_path: Path) -> None:
+def test_rapid_mbpp_config_scores_an_mbpp_plus_row(tmp_path: Path) -> None:
     config = load("mbpp", MBPP_PLUS, tmp_path)
     code = f"Sets do it:\n```python\n{MBPP_PLUS['code']}\n```"
     assert scores(config, code, code.replace("&", "|")) == [1.0, 0.0]
 
 
-def test_minif2f_with_a_stand_in_for_lean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rapid_minif2f_config_scores_a_proof_with_a_stand_in_for_lean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checker, lake = ROOT / "examples/lean/check_proof.py", tmp_path / "bin" / "lake"
     lake.parent.mkdir()
     lake.write_text("#!/bin/sh\ngrep -q norm_num\n")

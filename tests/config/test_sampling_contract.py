@@ -1,4 +1,5 @@
-"""What would make log-probs describe something else than what is sampled is refused, or cleaned."""
+"""Tests that settings, engine arguments and variables under which log-probs would not describe the
+sampled tokens are refused or removed."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ BIASED = {"allow_biased_behavior": True}
 
 
 @pytest.mark.parametrize(
-    ("sampling", "sentence"),
+    ("sampling", "message"),
     [
         ({"temperature": 1e-9}, r"sampling\.temperature must lie between 0\.01 and 100, got 1e-09"),
         ({"temperature": 5e-3}, "got 0.005"),
@@ -36,10 +37,10 @@ BIASED = {"allow_biased_behavior": True}
         ({"top_k": 1, "temperature": 0.7, **BIASED}, r"top_k is 1 and .*temperature is 0\.7"),
     ],
 )
-def test_sampling_that_log_probs_do_not_describe_is_refused(
-    sampling: dict[str, Any], sentence: str
+def test_sampling_settings_that_log_probs_cannot_describe_are_refused(
+    sampling: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(UserError, match=sentence) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         build_config({"sampling": sampling})
     assert "\n" not in str(caught.value)
 
@@ -48,12 +49,12 @@ def test_sampling_that_log_probs_do_not_describe_is_refused(
     "sampling",
     [{"temperature": 0.01}, {"temperature": 100}, {"top_k": 1, **BIASED}, {"top_k": 5, **BIASED}],
 )
-def test_sampling_that_they_describe_is_accepted(sampling: dict[str, Any]) -> None:
+def test_sampling_settings_that_log_probs_describe_are_accepted(sampling: dict[str, Any]) -> None:
     build_config({"sampling": sampling})
 
 
 @pytest.mark.parametrize("temperature", [1e-9, -1.0, 1e9])
-def test_an_evaluation_is_greedy_or_at_a_temperature_that_can_be_sampled(
+def test_eval_temperature_is_refused_unless_zero_or_within_the_limits(
     temperature: float,
 ) -> None:
     with pytest.raises(UserError, match=r"eval\.temperature must be 0 \(greedy\) or lie between"):
@@ -64,13 +65,13 @@ def test_an_evaluation_is_greedy_or_at_a_temperature_that_can_be_sampled(
     "key", [("optimizer", "lr"), ("weights", "timeout_seconds"), ("task", "heldout_share")]
 )
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_no_setting_is_infinite_or_not_a_number(key: tuple[str, str], value: float) -> None:
+def test_infinite_and_nan_settings_are_refused(key: tuple[str, str], value: float) -> None:
     with pytest.raises(UserError, match=rf"{key[0]}\.{key[1]} is {value}"):
         build_config({key[0]: {key[1]: value}})
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "message"),
     [
         (["--preferred-sampling-params", '{"min_p": 0.1}'], "do not sample by the settings of"),
         (["--preferred-sampling-params={}"], "do not sample"),
@@ -82,23 +83,23 @@ def test_no_setting_is_infinite_or_not_a_number(key: tuple[str, str], value: flo
         (["--config", "engine.yaml"], "list its arguments"),
     ],
 )
-def test_an_engine_argument_that_breaks_the_contract_is_refused(
-    arguments: list[str], sentence: str
+def test_engine_arguments_that_change_the_distribution_are_refused(
+    arguments: list[str], message: str
 ) -> None:
-    with pytest.raises(UserError, match=rf"engines\.extra_args has --.*{sentence}"):
+    with pytest.raises(UserError, match=rf"engines\.extra_args has --.*{message}"):
         build_config({"engines": {"extra_args": arguments}})
 
 
-def test_other_engine_arguments_are_passed_on() -> None:
+def test_other_engine_arguments_are_accepted_unchanged() -> None:
     arguments = ["--mem-fraction-static", "0.5", "--enable-torch-compile", "-1", "--"]
     assert build_config({"engines": {"extra_args": arguments}}).engines.extra_args == arguments
 
 
-def test_variables_that_change_tokens_or_log_probs_do_not_reach_a_server() -> None:
+def test_variables_that_change_tokens_or_log_probs_are_removed() -> None:
     kept = {"PATH": "/bin", "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "256", "SGLANG_USE_AITER": "1"}
     breaking = {
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
-        "SGL_RETURN_ORIGINAL_LOGPROB": "1",  # SGLang's older name, which it still takes
+        "SGL_RETURN_ORIGINAL_LOGPROB": "1",  # SGLang still accepts this older name.
         "SGLANG_SIMULATE_ACC_LEN": "3",
         "SGLANG_SIMULATE_UNIFORM_EXPERTS": "true",
         "SGLANG_TEST_RETRACT": "1",
@@ -106,7 +107,7 @@ def test_variables_that_change_tokens_or_log_probs_do_not_reach_a_server() -> No
     assert without_breaking_variables({**kept, **breaking}) == kept
 
 
-# ---------------------------------------------------------------- the lists against SGLang's source
+# ---------------------------------------------------------------- comparison with SGLang's source
 
 
 def source_of(path: str) -> str:
@@ -116,24 +117,25 @@ def source_of(path: str) -> str:
     return (Path(spec.origin).parent / "srt" / path).read_text()
 
 
-def test_the_least_temperature_is_one_at_which_sglang_samples() -> None:
+def test_sglang_samples_at_the_smallest_permitted_temperature() -> None:
     [threshold] = re.findall(
         r"^_SAMPLING_EPS = (.+)$", source_of("sampling/sampling_params.py"), re.M
     )
     assert float(threshold) < MIN_TEMPERATURE
 
 
-def test_refused_arguments_exist_and_no_other_argument_is_the_beginning_of_one() -> None:
+def test_refused_arguments_exist_in_sglang_and_have_no_allowed_prefix() -> None:
     fields = re.findall(r'^    "(\w+)",$', source_of("arg_groups/field_order.py"), re.M)
     flags = {"--" + name.replace("_", "-") for name in fields}
     assert len(flags) > 400
     aliases = {"--config", *(f"--{axis}-parallel-size" for axis in ("tensor", "data", "pipeline"))}
     assert set(_REFUSED) - flags == aliases
-    begins = {f for f in flags - set(_REFUSED) if any(r.startswith(f) for r in _REFUSED)}
-    assert not begins
+    prefixes = {f for f in flags - set(_REFUSED) if any(r.startswith(f) for r in _REFUSED)}
+    assert not prefixes
 
 
-# Read: what it does changes neither which token is drawn nor its log-prob by more than rounding.
+# According to SGLang's source, these variables change neither the drawn token nor, except for
+# rounding, its log-prob.
 HARMLESS = {
     "SGLANG_DFLASH_EAGER_DRAFT_SAMPLER",
     "SGLANG_DISAGGREGATION_SAMPLING_MASK_MAX_TOKENS",
@@ -157,12 +159,15 @@ HARMLESS = {
 }
 
 
-def test_every_variable_of_sglang_that_names_sampling_or_log_probs_was_looked_at() -> None:
-    """A new SGLang may have a new one; then this fails, and it is put into one of the lists."""
+def test_every_sampling_variable_of_sglang_is_removed_or_listed_as_harmless() -> None:
+    """A new SGLang may have a new variable. Then this test fails, and the variable is added to one
+    of the lists."""
     names = set(re.findall(r"^    ([A-Z0-9_]+) = Env", source_of("environ.py"), re.M))
     assert len(names) > 500
-    speaking = re.compile("LOGPROB|LOGIT|SAMPL|TEMPERATURE|GREEDY|SIMULATE|PERTURB|SKIP_SOFTMAX")
-    found = {name for name in names if speaking.search(name)}
-    assert 'key.startswith("SGL_")' in source_of("environ.py"), "the older names are gone"
+    relevant = re.compile("LOGPROB|LOGIT|SAMPL|TEMPERATURE|GREEDY|SIMULATE|PERTURB|SKIP_SOFTMAX")
+    found = {name for name in names if relevant.search(name)}
+    assert 'key.startswith("SGL_")' in source_of("environ.py"), (
+        "SGLang no longer reads the older names"
+    )
     passed = set(without_breaking_variables(dict.fromkeys(found, "1")))
     assert passed == HARMLESS

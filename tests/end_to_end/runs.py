@@ -1,4 +1,4 @@
-"""Whole runs in processes of their own, and what every run has trained."""
+"""Starts complete runs in separate processes, and checks what they have trained."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ from megatron_async.telemetry.metrics import read_metrics
 
 
 class Command:
-    """A Python program in a process and a session of its own, whose output is in a file."""
+    """Python program in a separate process and session, whose output goes to a file."""
 
     def __init__(
         self, *arguments: str, log: Path, folder: Path | None = None, **environment: str
@@ -37,19 +37,22 @@ class Command:
         return self.log.read_text(errors="replace")
 
     def until(self, condition: Callable[[], bool], seconds: float, *, running: bool = True) -> None:
-        """Wait for this; the process must not end meanwhile, or may where it is not `running`."""
+        """Wait until `condition` is true; fail the test after `seconds`, or when the process ends
+        although `running` is true."""
         deadline = time.monotonic() + seconds
         while not condition():
             ended = running and self.process.poll() is not None
-            assert not ended, f"it ended early:\n{self.text()[-3000:]}"
-            assert time.monotonic() < deadline, f"too slow:\n{self.text()[-3000:]}"
+            assert not ended, f"the process ended early:\n{self.text()[-3000:]}"
+            assert time.monotonic() < deadline, (
+                f"the condition is still false after {seconds:g} s:\n{self.text()[-3000:]}"
+            )
             time.sleep(0.1)
 
     def family(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def kill_everything(self) -> None:
-        """Kill the process and all that it has started, unless it has ended."""
+        """Kill the process and all processes that it has started, unless the process has ended."""
         if self.process.poll() is not None:
             return
         for process in (psutil.Process(self.process.pid), *self.family()):
@@ -59,7 +62,7 @@ class Command:
 
 
 def train(*arguments: str, log: Path) -> Command:
-    """Start `megatron-async train`."""
+    """Start `megatron-async train` and return its command."""
     return Command("-m", "megatron_async.cli", "train", *arguments, log=log)
 
 
@@ -69,7 +72,8 @@ def steps_done(directory: RunDirectory) -> int:
 
 
 def assert_trained_once(directory: RunDirectory, content: StoreContent) -> None:
-    """Along the surviving lineage each step has one batch, and no trajectory is in two of them."""
+    """Assert that each step of the surviving lineage has one batch, and that no trajectory is in
+    two batches."""
     steps = [int(line["step"]) for line in read_metrics(directory.metrics_file)]
     assert steps == list(range(len(steps)))
     consumption = Consumption.at(content.tree, content.tree.newest)

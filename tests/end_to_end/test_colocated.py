@@ -1,7 +1,8 @@
-"""Generation and training on the same devices: every rank gives its memory away in time.
+"""Tests generation and training on the same devices: every rank releases its memory before engines
+use it.
 
-That the engines do: tests/rollout/test_shared_devices.py; the order of both with a real engine:
-test_recipes_on_engine.py.
+tests/rollout/test_shared_devices.py tests that the engines do so; test_recipes_on_engine.py tests
+the order of both with a real engine.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import pytest
 from tests.distributed import run_ranks
 
 
-def given_back_before_engines_take_it(folder: Path) -> int:
-    """How often rank 1 had given its memory back when rank 0 let the engines have it."""
+def releases_before_engines_start(folder: Path) -> int:
+    """Return how often rank 1 had released its memory when rank 0 gave the memory to the
+    engines."""
     import torch.distributed as dist
 
     from megatron_async.train_loop.loop import TrainLoop
@@ -30,12 +32,14 @@ def given_back_before_engines_take_it(folder: Path) -> int:
 
     def keep_on_device(residence: Any) -> None:
         if rank == 1 and residence is DeviceContents.NOTHING:
-            time.sleep(0.3)  # rank 0 is done long before
+            time.sleep(0.3)  # Rank 0 finishes long before.
             (folder / f"{len(list(folder.iterdir()))}").touch()
 
     link = SimpleNamespace(
         begin_update=lambda number: [],
-        end_update=lambda *_: found.append(len(list(folder.iterdir()))),  # None: no samples
+        end_update=lambda *_: found.append(
+            len(list(folder.iterdir()))
+        ),  # Returns None: no samples.
         verify_update=lambda *_: SimpleNamespace(evaluation_due=False, passed=True, warnings=[]),
         checkpoint_finalized=lambda *_: None,
     )
@@ -55,5 +59,5 @@ def given_back_before_engines_take_it(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_no_engine_takes_memory_that_another_rank_still_holds(tmp_path: Path) -> None:
-    assert run_ranks(given_back_before_engines_take_it, 2, tmp_path) == [1, 0]
+def test_engines_get_memory_only_after_every_rank_has_released_it(tmp_path: Path) -> None:
+    assert run_ranks(releases_before_engines_start, 2, tmp_path) == [1, 0]

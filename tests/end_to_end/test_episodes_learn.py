@@ -1,6 +1,8 @@
-"""The example's game, shortened, by its commands on the real engine: RL keeps the way that wins.
+"""Tests a shortened training of the example game by commands, on a real engine: RL must make the
+policy win more often.
 
-The whole of it, with seeds, both schedules and the control: `python -m benchmarks.episodes`.
+`python -m benchmarks.episodes` runs the complete experiment, with several seeds, both schedules and
+the control.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "guessing_game"
 UPDATES, GAMES = 10, 256
 CHANCE = (2 * 0.25 / GAMES) ** 0.5
-"""The most that the difference of two rates over so many games has as its standard deviation."""
+"""Largest possible standard deviation of the difference of two success rates over `GAMES` games
+each."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -32,16 +35,16 @@ def python(*words: str) -> None:
     subprocess.run([sys.executable, *words], cwd=ROOT, check=True, timeout=400, env=environment)
 
 
-def test_a_game_is_learned_from_its_rewards(tmp_path: Path) -> None:
+def test_guessing_game_success_rises_when_trained_on_its_rewards(tmp_path: Path) -> None:
     config, model = str(EXAMPLE / "config.yaml"), tmp_path / "fine_tuned"
     python(str(EXAMPLE / "prepare.py"), str(tmp_path), "--games", "5000")
-    own = [f"root={tmp_path}", "name=game", "telemetry.trackers=[]"]
-    made = [f"model.path={tmp_path / 'model'}", f"sft.data={tmp_path / 'games.jsonl'}"]
-    sft = [*own, *made, "sft.steps=60", "sft.examples=3840"]
+    run_settings = [f"root={tmp_path}", "name=game", "telemetry.trackers=[]"]
+    data_settings = [f"model.path={tmp_path / 'model'}", f"sft.data={tmp_path / 'games.jsonl'}"]
+    sft = [*run_settings, *data_settings, "sft.steps=60", "sft.examples=3840"]
     python("-m", "megatron_async.cli", "sft", "--config", config, "--out", str(model), *sft)
     rl = [
-        *own,
-        made[1],
+        *run_settings,
+        data_settings[1],
         f"model.path={model}",
         f"steps={UPDATES}",
         "checkpoint.export_hf=false",

@@ -1,4 +1,5 @@
-"""A whole run whose disk fills up: one sentence, no process left, and with room it goes on."""
+"""Tests a complete run whose disk becomes full: it ends with one message and no process left, and
+resumes when there is free space."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 
 def settings(folder: Path, disk: SmallDisk) -> Path:
-    """The model, the problems and the launcher's output are elsewhere."""
+    """Write the config of a run on `disk`; the model, the problems and the launcher's output are
+    outside of the disk."""
     prepare(folder)
     config = configuration("async", "simulated", folder, "filled", CHANGES)
     file = folder / "c.yaml"
@@ -44,7 +46,7 @@ def settings(folder: Path, disk: SmallDisk) -> Path:
     return file
 
 
-def test_it_ends_with_a_sentence_and_goes_on_when_there_is_room(
+def test_run_on_a_full_disk_ends_with_a_message_and_resumes_with_free_space(
     tmp_path: Path, disk: SmallDisk
 ) -> None:
     directory = RunDirectory(disk.path / "filled")
@@ -58,13 +60,11 @@ def test_it_ends_with_a_sentence_and_goes_on_when_there_is_room(
     finally:
         first.kill_everything()
     output = first.log.read_text()
-    sentence = output.strip().splitlines()[-1]
-    assert re.match(
-        rf"error: .*{disk.path}\S* c(annot|ould not) be \w+.*; (free|look at)", sentence
-    )
+    message = output.strip().splitlines()[-1]
+    assert re.match(rf"error: .*{disk.path}\S* c(annot|ould not) be \w+.*; (free|look at)", message)
     assert "Traceback" not in output
-    _, left = psutil.wait_procs(family, timeout=30)
-    assert left == []
+    _, remaining = psutil.wait_procs(family, timeout=30)
+    assert remaining == []
 
     full = train("--resume", str(directory.path), log=tmp_path / "full.log")
     assert full.process.wait(120) == 2

@@ -1,8 +1,9 @@
-"""Reports of a live run about its schedule: N' that `concurrency: auto` moves, named signatures.
+"""Tests what a live run reports about its schedule: N' that `concurrency: auto` changes, and named
+warnings.
 
-Everything is the real thing but the engine's tokens: its server and all requests to it, the store,
-the trainer, the loop. (`auto` on SGLang: test_recipes_on_engine.py; how good the N' is that it
-finds: tests/simulate/test_auto_concurrency.py.)
+Only the engine's tokens are simulated. The engine's server and all requests, the store, the trainer
+and the loop are real. (test_recipes_on_engine.py tests `auto` on SGLang;
+tests/simulate/test_auto_concurrency.py tests how good the chosen N' is.)
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 SHAPE = TinyModel(hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_size=64)
 FIRST = 8
-"""Two batches' worth of requests: the KV cache would hold more."""
+"""Requests of two batches, which is less than the KV cache could contain."""
 
 
 def most_in_flight(record: Path) -> int:
-    """The most requests that ran at once, counted from a run's recorded events."""
+    """Return the largest number of requests that ran at once, counted from the recorded events of a
+    run."""
     running: set[int] = set()
     most = 0
     _, exchanges = read_record(record)
@@ -65,7 +67,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def frequent_load_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask engines for their load every 20 ms: these runs are short."""
+    """Ask engines for their load every 20 ms, because the runs of these tests are short."""
     monkeypatch.setattr(EngineConfig, "health_interval_seconds", 0.02)
 
 
@@ -99,11 +101,11 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SG
     process.stop()
 
 
-def test_auto_concurrency_moves_and_the_metrics_show_it(
+def test_auto_concurrency_changes_and_is_in_the_metrics(
     tmp_path: Path, model: Path, engine: SGLangProcess
 ) -> None:
     changes = {
-        "steps": 12,  # a second trial needs more
+        "steps": 12,  # A second trial would need more steps.
         "schedule": {"preset": "copris", "concurrency": "auto"},
         "experiment": {"forced_lengths": [20, 30, 20, 60]},
     }
@@ -113,21 +115,24 @@ def test_auto_concurrency_moves_and_the_metrics_show_it(
     lines = read_metrics(directory.metrics_file)
     limits = [int(line["rollout/concurrency"]) for line in lines]
     assert limits[0] == FIRST
-    assert max(limits) == 2 * FIRST, f"the first trial doubles N': {limits}"
+    assert max(limits) == 2 * FIRST, f"the first trial must double N': {limits}"
     used = [(line["rollout/kv_usage"], line["rollout/kv_usage_max"]) for line in lines]
     assert all(0 <= mean <= largest < 1 for mean, largest in used)
-    # Not of each step: a short one may hold one report, between two batches of an empty engine.
+    # Only the largest step mean, because a short step may have only one report of an empty engine.
     assert max(mean for mean, _ in used) > 0
     assert {line["rollout/preemptions"] for line in lines} == {0}
     (record,) = directory.events.iterdir()
-    assert most_in_flight(record) == max(limits), "engines were given what the metrics show"
+    assert most_in_flight(record) == max(limits), (
+        "metrics must show the number of requests in flight"
+    )
     assert replay(record) is None
 
 
-def test_a_signature_is_in_the_metrics_file_though_nobody_watches(
+def test_queue_underflow_warning_is_in_the_metrics_file_once(
     tmp_path: Path, model: Path, engine: SGLangProcess
 ) -> None:
-    """One batch in flight, which takes longer than to train on it: the trainer idles."""
+    """Generating the only batch in flight takes longer than training it, so that the trainer is
+    idle."""
     changes = {
         "steps": 6,
         "schedule": {"preset": "pipeline", "concurrency": 4},
@@ -139,13 +144,16 @@ def test_a_signature_is_in_the_metrics_file_though_nobody_watches(
     train_locally(config, directory, [engine.url], LengthParity())
     lines = [json.loads(line) for line in directory.metrics_file.read_text().splitlines()]
     warnings = [line for line in lines if line.get("name") == "queue_underflow"]
-    assert [line["kind"] for line in warnings] == ["warning"], "once, while it lasts"
+    assert [line["kind"] for line in warnings] == ["warning"], (
+        "the warning must be emitted only once"
+    )
     assert "schedule.concurrency" in warnings[0]["message"]
     assert 0 < warnings[0]["step"] < 6
 
 
-class ByAnswer:
-    """Some problems are never solved, some always, the others at every other try."""
+class ScorerByAnswer:
+    """Scorer by which some problems are never solved, some always, and the remaining ones at every
+    other attempt."""
 
     size = ScorerCount(1)
     failures: Mapping[str, str] = MappingProxyType({})
@@ -160,13 +168,13 @@ class ByAnswer:
         return float(right), {"length": float(len(response_ids))}
 
 
-def test_pools_length_penalties_and_evaluations_beside_training_act_and_are_recorded(
+def test_pools_length_penalties_and_background_evaluations_are_recorded(
     tmp_path: Path, model: Path, engine: SGLangProcess
 ) -> None:
     kinds = ["never", "always", "sometimes"] * 4
     rows = [{"prompt": f"{n}+{n}=", "answer": kind} for n, kind in enumerate(kinds)]
-    for name, part in (("train", rows), ("eval", [{"prompt": "99+1=", "answer": "sometimes"}])):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
+    for name, problems in (("train", rows), ("eval", [{"prompt": "99+1=", "answer": "sometimes"}])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, problems)))
     pools = [
         {"up_to": 0.0, "share": 0.0},
         {"up_to": 0.99, "share": 1.0},
@@ -194,12 +202,12 @@ def test_pools_length_penalties_and_evaluations_beside_training_act_and_are_reco
     }
     config = settings("pools", tmp_path, model, changes)
     directory = RunDirectory.create(config)
-    train_locally(config, directory, [engine.url], ByAnswer())
+    train_locally(config, directory, [engine.url], ScorerByAnswer())
 
     lines = read_metrics(directory.metrics_file)
     found = undocumented_in(directory.metrics_file)
     assert [name for name in found if not name.startswith("warning/")] == []
-    for line in lines:  # in proportion to the length, from every response
+    for line in lines:  # The penalty is proportional to the length of every response.
         penalty = 0.5 * line["rollout/response_length_mean"] / 60
         assert line["reward/mean"] == pytest.approx(line["rollout/reward_mean"] - penalty, abs=1e-6)
         assert line["reward/length"] == line["rollout/response_length_mean"]
@@ -209,36 +217,37 @@ def test_pools_length_penalties_and_evaluations_beside_training_act_and_are_reco
     assert [last[f"difficulty/pool_{n}"] for n in range(3)] == [pytest.approx(1 / 3)] * 3
     assert last["difficulty/pass_rate"] == pytest.approx(0.5, abs=0.05)
 
-    asked: dict[int, str] = {}
+    requested: dict[int, str] = {}
     scored: Counter[tuple[str, float]] = Counter()
     with closing(StoreReader(directory.store_file)) as reader:
         for entry in reader.summaries():
-            one = reader.trajectory(entry.trajectory_id)
-            asked[one.group_id] = one.prompt.payload["answer"]
-            if one.reward is not None:
-                scored[one.prompt.payload["question"], one.reward] += 1
-                assert one.reward_detail["length"] in config.experiment.forced_lengths
-    # The first epoch asks all; so does what was asked before its scores were there.
-    assert Counter(asked[group] for group in range(12)) == dict.fromkeys(set(kinds), 4)
-    assert {kind for group, kind in asked.items() if group >= 12 + 6} == {"sometimes"}
+            trajectory = reader.trajectory(entry.trajectory_id)
+            requested[trajectory.group_id] = trajectory.prompt.payload["answer"]
+            if trajectory.reward is not None:
+                scored[trajectory.prompt.payload["question"], trajectory.reward] += 1
+                assert trajectory.reward_detail["length"] in config.experiment.forced_lengths
+    # The first epoch requests all problems, and so do requests before the scores have arrived.
+    assert Counter(requested[group] for group in range(12)) == dict.fromkeys(set(kinds), 4)
+    assert {kind for group, kind in requested.items() if group >= 12 + 6} == {"sometimes"}
     kept = [json.loads(text) for text in (directory.path / "difficulty.jsonl").open()]
     tally = Counter(line["right"] for line in kept if "right" in line)
     stored = Counter(reward == 1.0 for (_, reward), n in scored.items() for _ in range(n))
-    for right in (False, True):  # requests of the last moment have no reward in the store
+    for right in (False, True):  # The last requests have no reward in the store.
         assert 0 <= tally[right] - stored[right] <= 4
 
     evaluations = read_metrics(directory.metrics_file, kind="eval")
     ends = evaluations[0], evaluations[-1]
     assert [line["step"] for line in ends] == [0, config.steps]
     for line in evaluations:
-        assert line["eval/own/version_oldest"] >= line["step"] and line["eval/own/answers"] == 4
+        assert line["eval/own/version_oldest"] >= line["step"] and line["eval/own/responses"] == 4
         kept = (directory.path / "evaluations" / f"own-{line['step']:.0f}.jsonl").open()
         newest = max(int(json.loads(text)["versions"][-1].split(".")[1]) for text in kept)
         assert newest == line["eval/own/version_newest"]
     assert {line["eval/own/version_newest"] - line["step"] for line in ends} == {0}
-    assert len(evaluations) > 2, "some ran beside training"
+    assert len(evaluations) > 2, "some evaluations must run during training"
 
-    # The same by command (that the exported weights agree: tests/commands/test_quickstart.py).
+    # The eval command must give the same responses. tests/commands/test_quickstart.py compares the
+    # responses of exported weights.
     (again,) = evaluate_checkpoints(config, [model], tmp_path, lambda *_: None)
     kept = (directory.path / "evaluations" / f"own-{config.steps}.jsonl").open()
     assert [s["response"] for s in again.samples()] == [json.loads(s)["response"] for s in kept]

@@ -1,4 +1,5 @@
-"""A rollout manager that is lost costs the trainer no step: it attaches again, and repeats."""
+"""Tests that a lost rollout manager costs the trainer no step: the trainer attaches to the next
+manager and repeats its calls."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from tests.distributed import run_ranks
 
 
 class ForgetfulLink:
-    """Loses its manager at the calls in `lost_at` (by number); records what it was asked."""
+    """Link that loses its manager at the calls whose numbers are in `lost_at`, and records all
+    calls."""
 
     def __init__(self, trainer: Any, lost_at: set[int]) -> None:
         self._trainer = trainer
@@ -35,12 +37,12 @@ class ForgetfulLink:
 
     def attach(self, resume: Any) -> None:
         self._attached, self._fresh = True, True
-        place = (resume.lineage, resume.step, resume.parent, resume.store_position)
-        self.calls.append(("attach", *place))
+        position = (resume.lineage, resume.step, resume.parent, resume.store_position)
+        self.calls.append(("attach", *position))
 
     def next_batch(self) -> Any:
         self._call("next_batch")
-        if self._fresh:  # the engines of a new manager want weights first
+        if self._fresh:  # Engines of a new manager need weights first.
             self._fresh = False
             return None
         return SimpleNamespace(step=self._trainer.step, store_position=100 + self._trainer.step)
@@ -70,7 +72,8 @@ class ForgetfulLink:
 
 
 def train(lost_at: set[int]) -> tuple[list[Any], list[int]]:
-    """A loop of two steps over stand-ins, one checkpoint a step; what was asked, what trained."""
+    """Run a loop of two steps over stand-ins, with one checkpoint for each step; return the
+    recorded calls and the trained steps."""
     from megatron_async.checkpoint.manager import Finalized
     from megatron_async.rollout.manager import ResumePoint
     from megatron_async.train_loop.loop import TrainLoop
@@ -127,27 +130,27 @@ def lose_everywhere() -> dict[int, tuple[list[Any], list[int]]]:
 
 
 @pytest.mark.slow
-def test_at_whichever_call_it_is_lost_every_step_is_trained_once(tmp_path: Path) -> None:
+def test_every_step_is_trained_once_when_the_manager_dies_at_any_call(tmp_path: Path) -> None:
     found = run_ranks(lose_everywhere, 1, timeout_seconds=60)[0]
     undisturbed = found.pop(0)[0]
     assert not any(line[0] == "attach" for line in undisturbed)
-    for call, (calls, trained) in found.items():
-        assert trained == [0, 1], call
+    for number, (calls, trained) in found.items():
+        assert trained == [0, 1], number
         attached = [line for line in calls if line[0] == "attach"]
-        assert len(attached) == int(call <= len(undisturbed)), call
-        for *_, step, _, position in attached:  # that of the newest batch, or of the resume
-            assert position == 99 + step, call
-        answered = [line for line in calls if line[-1] != "lost"]
+        assert len(attached) == int(number <= len(undisturbed)), number
+        for *_, step, _, position in attached:  # The position of the newest batch or of the resume.
+            assert position == 99 + step, number
+        successful = [line for line in calls if line[-1] != "lost"]
         for step in (1, 2):
-            assert ("finalized", step) in answered
-            assert answered.index(("end_update", step)) > answered.index(("begin_update", step))
-    # lost between two parts of an update: the new engines get all of it
-    update = [(part, 1) for part in ("begin_update", "end_update", "verify_update")]
-    for part in update[1:]:
-        calls = found[undisturbed.index(part) + 1][0]
-        lost = calls.index((*part, "lost"))
+            assert ("finalized", step) in successful
+            assert successful.index(("end_update", step)) > successful.index(("begin_update", step))
+    # If the manager is lost during an update, the new engines get the complete update.
+    update = [(call, 1) for call in ("begin_update", "end_update", "verify_update")]
+    for call in update[1:]:
+        calls = found[undisturbed.index(call) + 1][0]
+        lost = calls.index((*call, "lost"))
         assert calls[lost + 1 : lost + 5] == [("attach", 4, 1, 3, 100), *update]
-    # so do those that were to be evaluated
+    # If the manager is lost at an evaluation, the new engines get the update before it.
     calls = found[undisturbed.index(("evaluate", 0)) + 1][0]
     lost = calls.index(("evaluate", 0, "lost"))
-    assert calls[lost + 2 : lost + 6] == [*((part, 0) for part, _ in update), ("evaluate", 0)]
+    assert calls[lost + 2 : lost + 6] == [*((call, 0) for call, _ in update), ("evaluate", 0)]

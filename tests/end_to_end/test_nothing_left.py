@@ -1,7 +1,7 @@
-"""Whatever part of a run on one machine is killed, nothing of the run is left behind.
+"""Tests that no process of a run on one machine remains, whichever process of the run is killed.
 
-Simulated engines behind the real processes, so that a start is seconds. What listens meanwhile is
-what docs/clusters.md lists; there is no Ray.
+Simulated engines run in the usual processes, so that a run starts within seconds. Meanwhile the
+processes of the run listen only on the addresses that docs/clusters.md lists, and Ray does not run.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ try:
     train("run.yaml")
 except KeyboardInterrupt:
     print("interrupted", flush=True)
-time.sleep(600)  # the kernel of a notebook goes on
+time.sleep(600)  # The kernel of a notebook keeps running.
 """
 
 
 class Started(Command):
-    """A run that has made its first step, and all its processes at that moment."""
+    """Run that has made its first step, with all processes that it had at that moment."""
 
     def __init__(self, folder: Path, command: Sequence[str] = TRAIN, **changes: Any) -> None:
         prepare(folder)
@@ -47,10 +47,10 @@ class Started(Command):
         self.until(lambda: bool(read_metrics(metrics)), 120)
         self.members = self.family()
 
-    def one(self, mark: str) -> psutil.Process:
+    def member(self, mark: str) -> psutil.Process:
         return next(p for p in self.members if p.is_running() and mark in " ".join(p.cmdline()))
 
-    def left(self) -> list[psutil.Process]:
+    def remaining(self) -> list[psutil.Process]:
         return [p for p in self.members if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -60,16 +60,16 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Started]:
     yield started
     started.process.kill()
     started.process.wait(20)
-    for process in started.left():
+    for process in started.remaining():
         process.kill()
 
 
 @pytest.mark.parametrize("mark", ["", "torch.distributed.run"], ids=["train", "torchrun"])
-def test_the_end_of_one_is_the_end_of_all(run: Started, mark: str) -> None:
-    """Within seconds: nobody waits for a limit of time."""
-    victim = run.one(mark) if mark else psutil.Process(run.process.pid)
+def test_all_processes_end_when_train_or_torchrun_is_killed(run: Started, mark: str) -> None:
+    """They end within seconds, because no process waits for a time limit."""
+    victim = run.member(mark) if mark else psutil.Process(run.process.pid)
     victim.send_signal(signal.SIGKILL)
-    run.until(lambda: not run.left(), 45, running=False)
+    run.until(lambda: not run.remaining(), 45, running=False)
     code = run.process.wait(20)
     if mark:
         last = run.log.read_text().strip().splitlines()[-1]
@@ -79,40 +79,45 @@ def test_the_end_of_one_is_the_end_of_all(run: Started, mark: str) -> None:
 def test_interrupted_run_leaves_no_process_and_no_foreign_weights(
     tmp_path: Path,
 ) -> None:
-    """In a directory that runs share, whatever processes before it have left in the run's part."""
+    """Runs share the weights directory, and earlier processes may have left files in the folder of
+    this run."""
     shared = tmp_path / "shared"
     weights = {"transport": "disk", "directory": str(shared), "verify": "never"}
     run = Started(tmp_path, weights=weights)
     try:
-        [mine] = shared.iterdir()
-        assert mine.name.startswith("run-")
-        left = [mine / "0.77", mine / ".0.78.partial", shared / "another-run" / "0.0"]
-        for directory in left:
+        [own_folder] = shared.iterdir()
+        assert own_folder.name.startswith("run-")
+        leftovers = [
+            own_folder / "0.77",
+            own_folder / ".0.78.partial",
+            shared / "another-run" / "0.0",
+        ]
+        for directory in leftovers:
             directory.mkdir(parents=True)
-        run.until(lambda: [path.exists() for path in left] == [False, False, True], 30)
+        run.until(lambda: [path.exists() for path in leftovers] == [False, False, True], 30)
         run.process.send_signal(signal.SIGINT)
         assert run.process.wait(60) == 130
-        assert run.left() == []
-        assert 1 <= sum(path.name[:1] != "." for path in mine.iterdir()) <= 3
+        assert run.remaining() == []
+        assert 1 <= sum(path.name[:1] != "." for path in own_folder.iterdir()) <= 3
     finally:
         run.process.kill()
-        for process in run.left():
+        for process in run.remaining():
             process.kill()
 
 
 @pytest.mark.parametrize("run", [("-c", NOTEBOOK)], indirect=True, ids=["notebook"])
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
-def test_a_notebook_that_is_interrupted_or_restarted_leaves_none(
+def test_interrupted_or_restarted_notebook_leaves_no_process(
     run: Started, sign: signal.Signals
 ) -> None:
     run.process.send_signal(sign)
     if sign == signal.SIGINT:
         run.until(lambda: "interrupted" in run.log.read_text(), 60)
-        assert run.left() == [] and run.process.poll() is None
-    run.until(lambda: not run.left(), 45, running=False)
+        assert run.remaining() == [] and run.process.poll() is None
+    run.until(lambda: not run.remaining(), 45, running=False)
 
 
-def test_a_run_listens_where_the_page_lists_it_and_has_no_ray(tmp_path: Path) -> None:
+def test_run_listens_only_where_documented_and_starts_no_ray(tmp_path: Path) -> None:
     run = Started(tmp_path)
     try:
         processes = [psutil.Process(run.process.pid), *run.members]

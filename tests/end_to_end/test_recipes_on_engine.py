@@ -1,7 +1,7 @@
-"""Every recipe, and with them every schedule preset, on the real engine for a few steps.
+"""Tests every recipe, and thereby every schedule preset, on a real engine for a few steps.
 
-One warm SGLang server and one trainer rank in this process; everything between them is the real
-thing: scheduler, store, scorer, loss, weight exchange with its checks.
+One SGLang server is started once, and one trainer rank runs in this process. Everything between
+them is real: scheduler, store, scorer, loss, and weight transfer with its checks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(240)]
 CONFIGS = Path(__file__).parents[2] / "configs"
 OWN_LOSS = Path(__file__).parents[2] / "examples" / "own_loss" / "config.yaml"
 STEPS = 3
-# A long tail of forced lengths: what is random is only which tokens, not how long.
+# A long tail of forced lengths: only the tokens are random, not the lengths.
 LENGTHS = [12, 16, 20, 24, 12, 16, 48, 96]
 
 
@@ -80,11 +80,11 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SG
 
 
 @pytest.mark.parametrize("recipe", [*(name for name in RECIPES if name != "sft"), "own_loss"])
-def test_recipe_trains_and_accounts_for_every_trajectory(
+def test_recipe_trains_every_batched_trajectory_once(
     recipe: str, tmp_path: Path, model: Path, engine: SGLangProcess
 ) -> None:
     config = settings(recipe, tmp_path, model)
-    # Random weights are never right: a reward that varies in each group gives a gradient.
+    # Random weights solve no problem, so the reward must vary in each group to give a gradient.
     scorer = LengthParity()
     directory = RunDirectory.create(config)
     train_locally(config, directory, [engine.url], scorer)
@@ -99,12 +99,14 @@ def test_recipe_trains_and_accounts_for_every_trajectory(
     bound = config.schedule.max_async_level
     if bound is not None and config.schedule.on_stale != "mask":
         assert max(line["rollout/lag_max"] for line in lines) <= bound
-    if recipe == "copris":  # early termination leaves long ones behind, whatever the timing
-        assert max(line["rollout/lag_max"] for line in lines) > 0, "nothing was carried over"
+    if recipe == "copris":  # Early termination always leaves long responses behind.
+        assert max(line["rollout/lag_max"] for line in lines) > 0, (
+            "some trajectories must be resumed"
+        )
     with closing(StoreReader(directory.store_file)) as reader:
         content = reader.content()
     consumption = Consumption.at(content.tree, content.tree.newest)
-    # A batch that generation had ready when the last step ended was never trained on.
+    # A batch that was ready when the last step ended was not trained.
     batches = [b for b in content.batches if consumption.contains(b.lineage, b.step)]
     trained = [i for b in batches if b.step < STEPS for i in b.ids()]
     size = config.schedule.groups_per_batch * config.schedule.group_size
@@ -112,7 +114,8 @@ def test_recipe_trains_and_accounts_for_every_trajectory(
 
 
 class LengthParity:
-    """A scorer whose reward depends on the length only: each group has responses of 12 and 16."""
+    """Scorer whose reward depends only on the length of a response; each group has responses of 12
+    and 16 tokens."""
 
     size = ScorerCount(1)
     failures: Mapping[str, str] = MappingProxyType({})
@@ -123,10 +126,10 @@ class LengthParity:
         return float(len(response_ids) % 8 == 0), {}
 
 
-def test_rapid_and_the_engine_take_turns_on_shared_devices(
+def test_rapid_trainer_and_engine_alternate_on_shared_devices(
     tmp_path: Path, model: Path, engine: SGLangProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer's storages are really emptied while the engine generates, also on a CPU."""
+    """The trainer's storages are emptied while the engine generates, even on a CPU."""
     plain = settings("rapid", tmp_path, model)
     config = build_config(
         merge(
@@ -138,19 +141,21 @@ def test_rapid_and_the_engine_take_turns_on_shared_devices(
     for name in ("release_memory", "resume_memory"):
         real = getattr(SGLangClient, name)
 
-        async def noted(client: SGLangClient, real: Any = real, **kept: bool) -> None:
-            await real(client, **kept)
-            calls.append(f"engine {kept}")
+        async def recorded(client: SGLangClient, real: Any = real, **options: bool) -> None:
+            await real(client, **options)
+            calls.append(f"engine {options}")
 
-        monkeypatch.setattr(SGLangClient, name, noted)
+        monkeypatch.setattr(SGLangClient, name, recorded)
 
-    class Emptied(TrainerOffloader):
+    class RecordingOffloader(TrainerOffloader):
         def keep_on_device(self, residence: DeviceContents) -> None:
             super().keep_on_device(residence)
             calls.append(f"trainer {residence.value}")
 
     monkeypatch.setattr(
-        local, "trainer_memory", lambda config, trainer: Emptied(trainer, lambda tensor: True)
+        local,
+        "trainer_memory",
+        lambda config, trainer: RecordingOffloader(trainer, lambda tensor: True),
     )
     directory = RunDirectory.create(config)
     local.train_locally(config, directory, [engine.url], LengthParity())
@@ -162,13 +167,13 @@ def test_rapid_and_the_engine_take_turns_on_shared_devices(
         "engine {'weights_only': True}",
         "trainer nothing",
         "engine {'weights_only': False}",
-        "engine {'keep_weights': True}",  # it has sampled; the trainer computes its log-probs
+        "engine {'keep_weights': True}",  # After its samples, the trainer computes log-probs.
         "trainer weights",
         "trainer nothing",
         "engine {'weights_only': False}",
     ]
-    rests = "engine {'keep_weights': False}"
-    step = [rests, "trainer all"]
-    # The checkpoint of the last step asks for the whole trainer once more.
-    expected = [rests, *update, *(step + update) * (STEPS - 1), *step, "trainer all"]
+    released = "engine {'keep_weights': False}"
+    step = [released, "trainer all"]
+    # The checkpoint of the last step loads the complete trainer once more.
+    expected = [released, *update, *(step + update) * (STEPS - 1), *step, "trainer all"]
     assert calls == [*expected, *update, *step]

@@ -1,4 +1,5 @@
-"""A resume that trainers refuse, or that is killed as engines start, leaves a run to be resumed."""
+"""Tests that a run can still be resumed after a resume that trainers refuse, or that is killed
+while engines start."""
 
 from __future__ import annotations
 
@@ -21,13 +22,14 @@ CHANGES = {
 }
 
 
-def kept(directory: RunDirectory) -> tuple[bytes, RunOutcome | None, list[str]]:
-    """What a later resume and `convert` go by."""
+def resumable_state(directory: RunDirectory) -> tuple[bytes, RunOutcome | None, list[str]]:
+    """Return what a later resume and `convert` depend on: the config, the outcome and the names of
+    the checkpoints."""
     checkpoints = sorted(path.name for path in directory.checkpoints.iterdir())
     return directory.config_file.read_bytes(), directory.outcome(), checkpoints
 
 
-def test_what_starts_and_does_not_begin_changes_nothing_that_a_resume_needs(
+def test_run_can_be_resumed_after_resumes_that_failed_before_their_start(
     tmp_path: Path,
 ) -> None:
     prepare(tmp_path)
@@ -42,19 +44,19 @@ def test_what_starts_and_does_not_begin_changes_nothing_that_a_resume_needs(
 
     try:
         assert start("--config", str(file)).process.wait(240) == 0, runs[-1].log.read_text()
-        before = kept(directory)
+        before = resumable_state(directory)
         assert before[1] is RunOutcome.COMPLETE
 
         again = ("--resume", str(directory.path), "steps=4")
         refused = start(*again, "model.attention_backend=transformer_engine")
         assert refused.process.wait(240) == 2, refused.log.read_text()
         assert "model.attention_backend is transformer_engine" in refused.log.read_text()
-        assert (kept(directory), directory.resume_file.exists()) == (before, False)
+        assert (resumable_state(directory), directory.resume_file.exists()) == (before, False)
 
         killed = start(*again)
         killed.until(lambda: (directory.logs / "engine0.log").exists(), 240)
         killed.kill_everything()
-        assert kept(directory) == before
+        assert resumable_state(directory) == before
         megatron_to_hf(directory.path, tmp_path / "converted")
 
         plain = start("--resume", str(directory.path))

@@ -1,7 +1,7 @@
-"""Runs in a directory of the user's whose files have the names of modules.
+"""Tests runs in a user's directory whose files have the names of Python modules.
 
-Such a file replaces no module of a child process, and TMPDIR is empty after each command, also when
-its name is too long for a socket and a run before it was killed.
+Such a file does not replace a module in any child process. TMPDIR is empty after each command, even
+if its name is too long for a socket, or if an earlier run was killed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAMES = ("random", "queue", "copy", "types", "enum", "tokenizers", "torch")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a model, data, a reward and files that must not be imported."""
+    """Return a directory with a model, data, a reward, and files that must not be imported."""
     root = tmp_path_factory.mktemp("user")
     for name in NAMES:
         (root / f"{name}.py").write_text(f"raise RuntimeError('{name}.py of the user')\n")
@@ -65,8 +65,8 @@ def settings(folder: Path, **changes: Any) -> str:
     return "c.yaml"
 
 
-class Ours(Command):
-    """A command of ours in the user's directory, with a TMPDIR that has a long name."""
+class UserCommand(Command):
+    """megatron-async command in the user's directory, with a TMPDIR that has a long name."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.temporary = next(folder.glob("long-*"))
@@ -74,31 +74,31 @@ class Ours(Command):
         super().__init__(*cli, *arguments, log=log, folder=folder, TMPDIR=str(self.temporary))
 
     def end(self, code: int = 0) -> None:
-        """Wait for its end, after which nothing of it is left."""
+        """Wait until the command ends with exit code `code`; then TMPDIR must be empty."""
         assert self.process.wait(200) == code, self.text()[-3000:]
         assert [file.name for file in self.temporary.iterdir()] == []
 
 
 @pytest.fixture
-def started(folder: Path) -> Iterator[list[Ours]]:
-    commands: list[Ours] = []
+def started(folder: Path) -> Iterator[list[UserCommand]]:
+    commands: list[UserCommand] = []
     yield commands
     for command in commands:
         command.kill_everything()
 
 
-def test_train_is_killed_and_resumed_beside_files_named_as_modules(
-    folder: Path, started: list[Ours]
+def test_train_resumes_after_a_kill_next_to_files_named_like_modules(
+    folder: Path, started: list[UserCommand]
 ) -> None:
     config = settings(folder, steps=1_000_000)
-    first = Ours(folder, "train", "--config", config)
+    first = UserCommand(folder, "train", "--config", config)
     started.append(first)
     metrics = RunDirectory(folder / "runs" / "run").metrics_file
     first.until(lambda: len([m for m in read_metrics(metrics) if "reward/mean" in m]) > 1, 150)
     os.killpg(first.process.pid, signal.SIGKILL)
     first.process.wait(20)
     done = max(int(m["step"]) for m in read_metrics(metrics) if "reward/mean" in m)
-    second = Ours(folder, "train", "--resume", "runs/run", f"steps={done + 3}")
+    second = UserCommand(folder, "train", "--resume", "runs/run", f"steps={done + 3}")
     started.append(second)
     second.end()
     assert all(m["reward/mean"] == 1.0 for m in read_metrics(metrics) if "reward/mean" in m)
@@ -112,19 +112,19 @@ def test_train_is_killed_and_resumed_beside_files_named_as_modules(
     ],
     ids=["reward", "sft"],
 )
-def test_a_command_works_beside_files_named_as_modules(
-    folder: Path, started: list[Ours], arguments: list[str], shown: str
+def test_command_works_next_to_files_named_like_modules(
+    folder: Path, started: list[UserCommand], arguments: list[str], shown: str
 ) -> None:
-    command = Ours(folder, arguments[0], "--config", settings(folder), *arguments[1:])
+    command = UserCommand(folder, arguments[0], "--config", settings(folder), *arguments[1:])
     started.append(command)
     command.end()
     assert re.search(shown, command.text()), command.text()[-3000:]
 
 
-def test_a_gateway_works_beside_files_named_as_modules_until_ctrl_c(
-    folder: Path, started: list[Ours]
+def test_gateway_works_next_to_files_named_like_modules_until_ctrl_c(
+    folder: Path, started: list[UserCommand]
 ) -> None:
-    command = Ours(folder, "gateway", "--config", settings(folder))
+    command = UserCommand(folder, "gateway", "--config", settings(folder))
     started.append(command)
     command.until(lambda: "OPENAI_BASE_URL=" in command.text(), 150)
     found = re.search(r"OPENAI_BASE_URL=(\S+) OPENAI_API_KEY=(\S+)", command.text())

@@ -1,12 +1,14 @@
-"""A real Slurm cluster of virtual nodes on this machine: one slurmd for each, no root services.
+"""Provides a real Slurm cluster of virtual nodes on this machine, with one slurmd process for each
+node and without root services.
 
     with SlurmCluster(folder, nodes=2) as cluster:
         job = cluster.submit(script)
         cluster.wait_for(job, ("COMPLETED",), seconds=60)
 
 Invariants
-- Everything lies in `folder`, daemons included; no port is fixed; nothing is left running.
-- Only processes that the cluster itself started are ended, by their pid files.
+- All files of the cluster and its daemons are in `folder`. No port is fixed. No process is left
+  running.
+- The cluster ends only processes that it has started; it finds them by their pid files.
 """
 
 from __future__ import annotations
@@ -66,12 +68,12 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe
 
 
 def missing_programs() -> list[str]:
-    """What must be installed and is not."""
+    """Return the names of the Slurm programs that are not installed on this machine."""
     return [program for program in PROGRAMS if shutil.which(program) is None]
 
 
 class SlurmCluster:
-    """Up inside the `with` block. Nodes are called n1, n2, ..."""
+    """Slurm cluster whose daemons run inside the `with` block. Its nodes are called n1, n2, ..."""
 
     def __init__(self, root: Path, nodes: int = 2) -> None:
         self.root = root
@@ -104,7 +106,7 @@ class SlurmCluster:
     ) -> None:
         self.stop()
 
-    # ------------------------------------------------------------ what tests do
+    # ------------------------------------------------------------ calls of the tests
 
     def submit(
         self,
@@ -112,21 +114,23 @@ class SlurmCluster:
         *arguments: str,
         environment: dict[str, str] | None = None,
     ) -> str:
-        """Job id. `arguments` are the script's."""
+        """Submit `script` with sbatch and return the job ID; `arguments` are passed to the
+        script."""
         command = ["sbatch", "--parsable", str(script), *arguments]
         out = self.call(command, environment)
         return out.strip().split(";")[0]
 
     def state(self, job: str) -> str:
-        """E.g. PENDING, RUNNING, COMPLETED, FAILED."""
+        """Return the state of a job, for example PENDING, RUNNING, COMPLETED or FAILED."""
         return self._field(job, "JobState")
 
     def restarts(self, job: str) -> int:
-        """How often it was queued again."""
+        """Return how often Slurm has requeued the job."""
         return int(self._field(job, "Restarts"))
 
     def wait_for(self, job: str, states: Sequence[str], seconds: float) -> str:
-        """Until the job is in one of `states`; AssertionError after the limit."""
+        """Wait until the job is in one of `states` and return that state; fail the test after
+        `seconds`."""
         deadline = time.monotonic() + seconds
         while (state := self.state(job)) not in states:
             assert time.monotonic() < deadline, f"job {job} is {state} after {seconds:g} s"
@@ -134,22 +138,23 @@ class SlurmCluster:
         return state
 
     def wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
-        """AssertionError after the limit."""
+        """Wait until `condition` is true; fail the test after `seconds`."""
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, f"nothing came of it in {seconds:g} s"
+            assert time.monotonic() < deadline, f"the condition is still false after {seconds:g} s"
             time.sleep(_POLL_SECONDS)
 
     def signal_batch(self, job: str, name: str) -> None:
-        """What Slurm does before the time limit: a signal to the job script only."""
+        """Send the signal `name` to the job script only, as Slurm does before the time limit."""
         self.call(["scancel", "--batch", f"--signal={name}", job])
 
     def set_node(self, node: str, state: str) -> None:
-        """`down`: the node's jobs are ended; it comes back by itself, for its slurmd still runs."""
+        """Set the state of a node. `down` ends the node's jobs; the node returns to service without
+        help, because its slurmd still runs."""
         self.call(["scontrol", "update", f"nodename={node}", f"state={state}", "reason=test"])
 
     def call(self, command: Sequence[str], environment: dict[str, str] | None = None) -> str:
-        """Output of a Slurm command."""
+        """Run a Slurm command and return its output; fail the test if the command fails."""
         done = subprocess.run(
             list(command),
             env={**self._environment, **(environment or {})},
@@ -163,7 +168,7 @@ class SlurmCluster:
     # ------------------------------------------------------------ daemons
 
     def stop(self) -> None:
-        """End jobs, then daemons, then steps that could not report their end any more."""
+        """End the jobs, then the daemons, then job steps that could no longer report their end."""
         if (self.root / "pid" / "slurmctld.pid").exists():
             self.call(["scancel", "--partition=main"])
             deadline = time.monotonic() + _CALL_SECONDS
@@ -181,11 +186,11 @@ class SlurmCluster:
                 except ProcessLookupError:
                     continue
             deadline = time.monotonic() + 5
-            while any(map(_runs, pids)) and time.monotonic() < deadline:
+            while any(map(_is_running, pids)) and time.monotonic() < deadline:
                 time.sleep(0.1)
 
     def _is_own_step(self, process: psutil.Process) -> bool:
-        # Not psutil's environ(): slurmstepd writes its title over part of it.
+        # psutil's environ() is incomplete, because slurmstepd writes its title over it.
         try:
             environment = Path(f"/proc/{process.pid}/environ").read_bytes()
             is_step = process.name() == "slurmstepd"
@@ -253,7 +258,7 @@ class SlurmCluster:
         raise AssertionError(f"job {job} has no {name}")
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

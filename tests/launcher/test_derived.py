@@ -1,4 +1,5 @@
-"""Settings derived from machine and model: a cluster's where nobody set them, a laptop's as are."""
+"""Tests settings that are derived from the machine and the model: GPU machines get derived values
+for settings that nobody has set; a laptop keeps the defaults."""
 
 from __future__ import annotations
 
@@ -22,19 +23,19 @@ def run_with(**sections: Any) -> RunConfig:
 
 
 def value_of(name: str, config: RunConfig, machine: Machine) -> Any:
-    [found] = [one for one in derive(config, machine).settings if one.name == name]
+    [found] = [setting for setting in derive(config, machine).settings if setting.name == name]
     section, field = name.split(".")
     assert getattr(getattr(derive(config, machine).config, section), field) == found.value
     return found.value
 
 
-def test_on_a_cpu_nothing_changes() -> None:
+def test_derive_changes_no_setting_when_the_machine_has_no_gpu() -> None:
     config = run_with()
     derived = derive(config, LAPTOP)
     assert derived.config == config and derived.changes() == []
 
 
-def test_on_gpus_no_default_of_a_laptop_is_left() -> None:
+def test_derive_replaces_laptop_defaults_when_the_machine_has_gpus() -> None:
     config = run_with()
     assert value_of("engines.max_total_tokens", config, H100) is None
     assert value_of("task.scorer_workers", config, H100) == 96
@@ -45,7 +46,7 @@ def test_on_gpus_no_default_of_a_laptop_is_left() -> None:
     assert concurrency / 4 <= graphs < concurrency / 4 + 8
 
 
-def test_a_smaller_gpu_recomputes_more_layers() -> None:
+def test_derived_recompute_grows_when_a_gpu_has_less_memory() -> None:
     config = run_with(parallel={"ranks": 8, "tensor": 2}, trainer={"microbatch_tokens": 20480})
     layers = value_of("trainer.recompute", config, H100)
     assert isinstance(layers, int) and layers > 0
@@ -53,12 +54,14 @@ def test_a_smaller_gpu_recomputes_more_layers() -> None:
     assert value_of("trainer.recompute", config, Machine("cuda", "A100", 40e9)) == "all"
     shared = {"placement": "colocated", "count": 8}
     colocated = config.with_section("engines", **shared)
-    more = value_of("trainer.recompute", colocated, H100)
-    assert isinstance(more, int) and more > layers, "a paused engine keeps some memory"
+    colocated_layers = value_of("trainer.recompute", colocated, H100)
+    assert isinstance(colocated_layers, int) and colocated_layers > layers, (
+        "a paused engine keeps some memory"
+    )
 
 
 @pytest.mark.parametrize(
-    ("section", "given"),
+    ("section", "explicit"),
     [
         ("engines", {"max_total_tokens": 65536, "cuda_graph_batch": 64}),
         ("engines", {"start_timeout_seconds": 240.0}),
@@ -67,9 +70,11 @@ def test_a_smaller_gpu_recomputes_more_layers() -> None:
         ("trainer", {"recompute": "all"}),
     ],
 )
-def test_what_is_set_stays_even_at_the_default(section: str, given: dict[str, Any]) -> None:
-    derived = derive(run_with(**{section: given}), H100)
-    for field, value in given.items():
+def test_derive_keeps_explicit_setting_even_when_equal_to_its_default(
+    section: str, explicit: dict[str, Any]
+) -> None:
+    derived = derive(run_with(**{section: explicit}), H100)
+    for field, value in explicit.items():
         assert getattr(getattr(derived.config, section), field) == value
         assert (
             f"{section}.{field} = {value}: set by a file, the command line, the recipe or "
@@ -77,7 +82,7 @@ def test_what_is_set_stays_even_at_the_default(section: str, given: dict[str, An
         )
 
 
-def test_what_was_derived_is_kept_when_the_run_is_resumed_elsewhere(tmp_path: Path) -> None:
+def test_derived_settings_stay_when_the_run_is_resumed_on_another_machine(tmp_path: Path) -> None:
     from megatron_async.config.load import dump
 
     first = derive(run_with(), H100).config
@@ -86,7 +91,7 @@ def test_what_was_derived_is_kept_when_the_run_is_resumed_elsewhere(tmp_path: Pa
     assert derive(resumed, LAPTOP).config == resumed == first
 
 
-def test_an_unknown_shape_is_the_reason_for_the_default() -> None:
+def test_derive_keeps_default_concurrency_when_the_model_shape_is_unknown() -> None:
     config = build_config({"algorithm": {"recipe": "pipeline_rl"}})
     derived = derive(config, H100)
     assert derived.config.schedule.concurrency == config.schedule.concurrency
@@ -96,10 +101,11 @@ def test_an_unknown_shape_is_the_reason_for_the_default() -> None:
 @pytest.mark.parametrize(
     "argument", [["--mem-fraction-static", "0.95"], ["--mem-fraction-static=0.95"]]
 )
-def test_a_share_of_memory_that_leaves_no_room_for_an_update_is_refused(
+def test_check_memory_refuses_mem_fraction_without_memory_for_an_update(
     argument: list[str],
 ) -> None:
-    """The head (2.1 GB), a bucket (0.5 GB) and a group for each of two stages (1.1 GB each)."""
+    """An update needs the head (2.1 GB), a bucket (0.5 GB) and a group for each of two stages (1.1
+    GB each)."""
     config = load_config(ROOT / "configs" / "llama3.3-70b.yaml")
     raised = config.engines.model_copy(update={"extra_args": argument})
     with pytest.raises(UserError, match=r"leaves 4\.0 GB .* a weight update needs 4\.8 GB"):
@@ -111,7 +117,7 @@ def test_a_share_of_memory_that_leaves_no_room_for_an_update_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("override", "sentence"),
+    ("override", "message"),
     [
         (
             "parallel={tensor: 2, pipeline: 1}",
@@ -120,17 +126,21 @@ def test_a_share_of_memory_that_leaves_no_room_for_an_update_is_refused(
         ("engines.tensor=1", r"engines\.tensor 1: an engine's weights would need 141\.1 GB"),
     ],
 )
-def test_weights_that_no_gpu_can_hold_are_refused(override: str, sentence: str) -> None:
+def test_check_memory_refuses_layout_when_weights_exceed_gpu_memory(
+    override: str, message: str
+) -> None:
     config = load_config(ROOT / "configs" / "llama3.3-70b.yaml", [override])
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises(UserError, match=message):
         check_memory(config, H100)
     check_memory(config, Machine("cuda", "H200", 400e9, cores=192))
     check_memory(config, LAPTOP)
 
 
-@pytest.mark.parametrize(("tokens", "over"), [(20_480, False), (400_000, True)])
-def test_an_estimated_peak_above_the_memory_is_called_that(tokens: int, over: bool) -> None:
+@pytest.mark.parametrize(("tokens", "exceeds"), [(20_480, False), (400_000, True)])
+def test_layout_lines_warn_when_estimated_peak_exceeds_gpu_memory(
+    tokens: int, exceeds: bool
+) -> None:
     overrides = [f"trainer.microbatch_tokens={tokens}", "trainer.recompute=all"]
     config = load_config(ROOT / "configs" / "llama3.3-70b.yaml", overrides)
     shown = "\n".join(layout_lines(config, H100))
-    assert (" of 80 GB, which is too much: raise trainer.recompute, up to all" in shown) == over
+    assert (" of 80 GB, which is too much: raise trainer.recompute, up to all" in shown) == exceeds

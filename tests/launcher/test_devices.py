@@ -1,7 +1,8 @@
-"""GPUs of one machine: those of the trainer and those of the engines are not the same ones.
+"""Tests how the GPUs of one machine are divided between the trainer and the engines, so that they
+share none.
 
-No GPU is needed: a place counts the GPUs that it is given, and the environment of an engine's host
-shows which of them its server would see.
+The tests need no GPU: a process backend counts the GPU names that it receives, and the environment
+of an engine's host shows which of them its server would see.
 """
 
 from __future__ import annotations
@@ -61,9 +62,11 @@ def settings(
             DeviceSplit(),
         ),
     ],
-    ids=["more than needed", "as named", "one for both", "in turns", "all in turns", "by stage"],
+    ids=["8 GPUs", "UUIDs", "1 GPU", "colocated", "colocated on 8", "colocated by stage"],
 )
-def test_ranks_first_then_engines(gpus: list[str], config: RunConfig, split: DeviceSplit) -> None:
+def test_split_devices_gives_ranks_the_first_gpus_and_engines_the_next(
+    gpus: list[str], config: RunConfig, split: DeviceSplit
+) -> None:
     assert split_devices(gpus, config) == split
 
 
@@ -85,18 +88,20 @@ def test_ranks_first_then_engines(gpus: list[str], config: RunConfig, split: Dev
         (settings(4, 1, transport="disk"), "parallel.ranks 4 .* this machine has 3"),
     ],
     ids=[
-        "NCCL needs a device for each rank",
-        "an engine does not see that GPU",
-        "ranks that share with an engine need theirs",
-        "so do those that meet engines on them",
+        "distributed transport needs a GPU for each rank",
+        "tensor transport needs a shared GPU",
+        "colocated ranks need a GPU each",
+        "ranks need a GPU each with disk transport",
     ],
 )
-def test_what_cannot_work_on_these_gpus_is_refused(config: RunConfig, reason: str) -> None:
+def test_split_devices_refuses_runs_that_three_gpus_cannot_serve(
+    config: RunConfig, reason: str
+) -> None:
     with pytest.raises(UserError, match=reason):
         split_devices(["0", "1", "2"], config)
 
 
-def test_what_shares_its_devices_or_needs_none_is_not_split(
+def test_gpus_are_not_split_when_shared_or_unused_by_engines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
@@ -109,8 +114,11 @@ def test_what_shares_its_devices_or_needs_none_is_not_split(
     assert split_of_this_machine(no_model) == DeviceSplit()
 
 
-def test_a_ray_cluster_that_runs_hands_out_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How many it has is unknown here; what no GPUs can do is refused."""
+def test_gpus_are_not_split_when_a_ray_cluster_assigns_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The number of GPUs of the cluster is unknown here, but settings that no number of GPUs can
+    serve are refused."""
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert split_of_this_machine(settings(2, 2, device="cuda")) == DeviceSplit()
@@ -120,38 +128,38 @@ def test_a_ray_cluster_that_runs_hands_out_its_own_gpus(monkeypatch: pytest.Monk
 
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
-    """A run that every machine without GPUs can start."""
+    """Return the config file of a run that every machine without GPUs can start."""
     build_tiny_model(tmp_path / "model", seed=1)
     path = tmp_path / "c.yaml"
-    path.write_text(f"name: it\nroot: {tmp_path}/runs\nmodel: {{path: {tmp_path}/model}}\n")
+    path.write_text(f"name: small\nroot: {tmp_path}/runs\nmodel: {{path: {tmp_path}/model}}\n")
     return path
 
 
-GPUS_TOO_FEW = ["engines.device=cuda"]
+CUDA_ENGINES = ["engines.device=cuda"]
 
 
-def test_what_the_gpus_cannot_do_is_refused_before_a_run_directory_is_made(
+def test_train_creates_no_run_directory_when_gpus_are_too_few(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(UserError, match=r"need 2 GPUs with weights\.transport distributed"):
-        cli.train(GPUS_TOO_FEW, config_file)
+        cli.train(CUDA_ENGINES, config_file)
     with pytest.raises(UserError, match=r"need 2 GPUs with weights\.transport distributed"):
-        cli.quickstart(GPUS_TOO_FEW, config_file)
+        cli.quickstart(CUDA_ENGINES, config_file)
     assert not (config_file.parent / "runs").exists()
 
 
-def test_a_trainer_with_fewer_gpus_than_ranks_is_refused_whatever_the_engines_use(
+def test_commands_refuse_fewer_gpus_than_ranks_when_engines_use_the_cpu(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    wanted = ["parallel.ranks=2", "parallel.tensor=2", "engines.device=cpu"]
+    overrides = ["parallel.ranks=2", "parallel.tensor=2", "engines.device=cpu"]
     refusal = "parallel.ranks 2 on parallel.nodes 1 needs 2 GPUs .* this machine has 1"
     with pytest.raises(UserError, match=refusal):
-        cli.train(wanted, config_file)
+        cli.train(overrides, config_file)
     with pytest.raises(UserError, match=refusal):
-        cli.sft(wanted, config_file, config_file.parent / "tuned")
+        cli.sft(overrides, config_file, config_file.parent / "tuned")
     assert not (config_file.parent / "runs").exists()
 
 
@@ -164,7 +172,7 @@ def test_a_trainer_with_fewer_gpus_than_ranks_is_refused_whatever_the_engines_us
         ({}, "", None),
     ],
 )
-def test_ray_is_needed_only_where_it_is_used(
+def test_missing_ray_is_refused_only_when_settings_use_ray(
     settings: dict[str, str], address: str, refusal: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", address)
@@ -177,7 +185,9 @@ def test_ray_is_needed_only_where_it_is_used(
             split_of_this_machine(config)
 
 
-def test_several_nodes_need_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_ray_refuses_several_nodes_when_ray_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"2 nodes are used, which .*megatron_async\[cluster\]"):
         check_ray(build_config({}), nodes=2)
@@ -189,8 +199,9 @@ NAMES = sorted(
 )
 
 
-class Host:
-    """An engine's host that starts nothing; its arguments are those of `EngineHost`."""
+class RecordingHost:
+    """Stand-in for `EngineHost`, with the same arguments, that starts no server and returns its
+    visible GPUs."""
 
     def __init__(
         self, _engine_id: str, config: RunConfig, _log: Path, shared_index: int | None
@@ -205,33 +216,34 @@ class Host:
         return ",".join(gpus_of(self._shared_index, self._tensor, visible))
 
 
-def remote(config: RunConfig, engines: int, folder: Path) -> list[list[str]]:
-    """The GPUs that each of so many engines sees, all there at once."""
+def visible_gpus(config: RunConfig, engines: int, folder: Path) -> list[list[str]]:
+    """Start the hosts of `engines` engines at the same time and return the GPUs that each of them
+    sees."""
     settings = config.engines.model_copy(update={"device": "cuda"})
     config = config.model_copy(update={"engines": settings})
     with local_backend(folder, gpus=",".join(GPUS)) as backend:
-        launcher = HostedEngines(config, folder, backend, Host)  # type: ignore[arg-type]
+        launcher = HostedEngines(config, folder, backend, RecordingHost)  # type: ignore[arg-type]
         hosts = [launcher._start_host(index, f"engine{index}") for index in range(engines)]
-        seen = [host.call_blocking(lambda one: one.start(), limit=120) for host in hosts]
+        seen = [host.call_blocking(lambda host: host.start(), limit=120) for host in hosts]
     return [gpus.split(",") for gpus in seen]
 
 
 @pytest.mark.slow
 @pytest.mark.one_core
 @pytest.mark.parametrize("placement", ["disaggregated", "colocated"])
-def test_engines_of_a_node_share_no_gpu(placement: str, tmp_path: Path) -> None:
+def test_engines_of_a_node_see_disjoint_gpus(placement: str, tmp_path: Path) -> None:
     config = settings(8, 3, tensor=2, transport="tensor", placement=placement)
-    seen = remote(config, 3, tmp_path)
+    seen = visible_gpus(config, 3, tmp_path)
     assert [len(gpus) for gpus in seen] == [2, 2, 2]
-    every = [gpu for gpus in seen for gpu in gpus]
-    assert len(set(every)) == len(every) and set(every) <= set(GPUS)
+    all_gpus = [gpu for gpus in seen for gpu in gpus]
+    assert len(set(all_gpus)) == len(all_gpus) and set(all_gpus) <= set(GPUS)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_trainers_and_engines_of_one_node_share_no_gpu_unless_they_are_meant_to(name: str) -> None:
+def test_shipped_config_gives_trainers_and_engines_disjoint_gpus(name: str) -> None:
     config = load_config(ROOT / "configs" / f"{name}.yaml")
     if config.parallel.nodes > 1 or name.endswith("nodes"):
-        return  # trainers have nodes of their own: nothing is split
+        return  # Trainers have separate nodes, so GPUs are not split.
     split = split_devices(GPUS, config)
     if config.engines.placement == "colocated":
         assert (split.trainers, split.engines) == (None, None)

@@ -1,4 +1,5 @@
-"""What trainer ranks get in their environment, however they are started."""
+"""Tests the environment variables that trainer ranks, managers and engines get with each method of
+starting a run."""
 
 from __future__ import annotations
 
@@ -20,26 +21,26 @@ from megatron_async.launcher.environment import allocator_notices, trainer_envir
 from megatron_async.run_directory import RunDirectory
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
-OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+SEPARATE_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
-def test_what_the_user_has_set_wins() -> None:
+def test_trainer_environment_keeps_variables_that_the_user_has_set() -> None:
     base = {"OMP_NUM_THREADS": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "8", ALLOCATOR: "backend:native"}
     assert set(base) & set(trainer_environment(base, one_machine=True)) == set()
     assert set(base) <= set(trainer_environment({}, one_machine=True))
 
 
-def test_a_restart_in_place_cannot_be_switched_off() -> None:
-    assert trainer_environment({OWN_STORE: "0"}, one_machine=True)[OWN_STORE] == "1"
+def test_trainer_environment_overrides_the_variable_that_restarts_need() -> None:
+    assert trainer_environment({SEPARATE_STORE: "0"}, one_machine=True)[SEPARATE_STORE] == "1"
 
 
-def test_the_users_newer_allocator_variable_replaces_the_default_too() -> None:
+def test_default_allocator_variable_is_omitted_when_the_newer_one_is_set() -> None:
     base = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
     assert ALLOCATOR not in trainer_environment(base, one_machine=True)
 
 
 @pytest.mark.parametrize("variable", [ALLOCATOR, "PYTORCH_ALLOC_CONF"])
-def test_expandable_segments_are_switched_off_in_both_roles_when_they_share_gpus(
+def test_expandable_segments_are_off_in_both_roles_when_colocated(
     variable: str,
 ) -> None:
     config = build_config(
@@ -49,23 +50,24 @@ def test_expandable_segments_are_switched_off_in_both_roles_when_they_share_gpus
             "weights": {"transport": "tensor"},
         }
     )
-    given, changed = "max_split_size_mb:64,expandable_segments:True", "expandable_segments:False"
-    base = {variable: given}
+    original, changed = "max_split_size_mb:64,expandable_segments:True", "expandable_segments:False"
+    base = {variable: original}
     trainer = trainer_environment(base, one_machine=True, hands_memory_to_engines=True)
     engine = server_environment(config.engines, "cuda", ["0"], base)
     assert trainer[variable] == engine[variable] == f"max_split_size_mb:64,{changed}"
-    assert server_environment(EngineConfig(), "cuda", ["0"], base)[variable] == given
+    assert server_environment(EngineConfig(), "cuda", ["0"], base)[variable] == original
     [notice] = allocator_notices(config, "cuda", base)
-    assert notice.startswith(f"{variable} is {given!r}; engines.placement colocated")
+    assert notice.startswith(f"{variable} is {original!r}; engines.placement colocated")
     assert allocator_notices(config, "cpu", base) == ()
     assert allocator_notices(config, "cuda", {variable: changed}) == ()
 
 
-# ------------------------------------------------------------ however a run is started
+# ------------------------------------------------------------ all launch methods
 
 
 class Started(Exception):
-    """A process would have been started with this environment on top of the starter's."""
+    """Raised instead of starting a process; contains the variables that would be added to the
+    caller's environment."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         super().__init__()
@@ -77,8 +79,9 @@ def on_one_machine(config: RunConfig, directory: RunDirectory) -> None:
 
 
 def on_several_nodes(config: RunConfig, directory: RunDirectory) -> None:
-    """By hand and under Slurm: both start this role on each node."""
-    here: Any = SimpleNamespace(
+    """Start the trainer ranks of one node; manual commands and Slurm both start this role on each
+    node."""
+    this_node: Any = SimpleNamespace(
         config=config,
         directory=directory,
         session=SimpleNamespace(stop_file=directory.path / "stop"),
@@ -86,7 +89,7 @@ def on_several_nodes(config: RunConfig, directory: RunDirectory) -> None:
         count=1,
         address="a",
     )
-    node._ranks(here, "a:1")
+    node._ranks(this_node, "a:1")
 
 
 def by_fine_tuning(config: RunConfig, directory: RunDirectory) -> None:
@@ -94,24 +97,25 @@ def by_fine_tuning(config: RunConfig, directory: RunDirectory) -> None:
 
 
 def as_ray_node(config: RunConfig, directory: RunDirectory) -> None:
-    """Manager and engines inherit it."""
-    here: Any = SimpleNamespace(
+    """Start Ray on a node; the manager and the engines inherit its environment."""
+    this_node: Any = SimpleNamespace(
         config=config,
         directory=directory,
         session=SimpleNamespace(path=directory.path),
         address="a",
         name="a",
     )
-    with node.Node.ray_node(here, "--address=a:1"):
-        raise AssertionError("nothing is started here")
+    with node.Node.ray_node(this_node, "--address=a:1"):
+        raise AssertionError("no process may be started")
 
 
-Start = Callable[[RunConfig, RunDirectory], None]
+LaunchMethod = Callable[[RunConfig, RunDirectory], None]
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Mapping[str, str]]:
-    """What a process gets that is started this way, from a shell that has set nothing."""
+    """Return a function that starts a run by a given launch method, from a shell that has set no
+    variable, and returns the environment of the started process."""
 
     def torchrun(*_: Any, environment: Mapping[str, str], **__: Any) -> None:
         raise Started(environment)
@@ -126,29 +130,29 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ma
         if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL", "CUDA_", "PYTORCH_", "RAY_ADDRESS")):
             monkeypatch.delenv(name)
 
-    def start(how: Start, **sections: Any) -> Mapping[str, str]:
+    def start(method: LaunchMethod, **sections: Any) -> Mapping[str, str]:
         with pytest.raises(Started) as found:
-            how(build_config(sections), RunDirectory(tmp_path))
+            method(build_config(sections), RunDirectory(tmp_path))
         return found.value.environment
 
     return start
 
 
 @pytest.mark.parametrize(
-    ("how", "one_machine"),
+    ("method", "one_machine"),
     [(on_one_machine, True), (on_several_nodes, False), (by_fine_tuning, True)],
 )
-def test_trainer_ranks_have_it_however_they_are_started(
-    started: Callable[..., Mapping[str, str]], how: Start, one_machine: bool
+def test_trainer_ranks_get_the_variables_with_each_launch_method(
+    started: Callable[..., Mapping[str, str]], method: LaunchMethod, one_machine: bool
 ) -> None:
-    found = started(how)
+    found = started(method)
     shared = communication_environment({}, one_machine=one_machine, nvls=True)
     assert {name: found[name] for name in shared} == shared
     assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert found[ALLOCATOR] == "expandable_segments:True"
 
 
-def test_manager_and_engines_of_a_ray_node_have_what_they_share_with_the_ranks(
+def test_ray_node_gets_the_communication_variables_of_the_ranks(
     started: Callable[..., Mapping[str, str]],
 ) -> None:
     found = started(as_ray_node)
@@ -156,8 +160,8 @@ def test_manager_and_engines_of_a_ray_node_have_what_they_share_with_the_ranks(
     assert {name: found[name] for name in shared} == shared
 
 
-@pytest.mark.parametrize("how", [on_one_machine, on_several_nodes])
-def test_no_way_of_starting_puts_memory_that_engines_open_into_expandable_segments(
-    started: Callable[..., Mapping[str, str]], how: Start
+@pytest.mark.parametrize("method", [on_one_machine, on_several_nodes])
+def test_allocator_variable_is_unset_when_engines_open_trainer_memory(
+    started: Callable[..., Mapping[str, str]], method: LaunchMethod
 ) -> None:
-    assert ALLOCATOR not in started(how, weights={"transport": "tensor"})
+    assert ALLOCATOR not in started(method, weights={"transport": "tensor"})

@@ -1,4 +1,4 @@
-"""What a run takes, by arithmetic: the time of a stop, and room for checkpoints."""
+"""Tests estimates of what a run needs: the seconds of a stop, and disk space for checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCRIPT = (ROOT / "launch/slurm/train.sbatch").read_text()
 NODE = Machine.of_nodes(8, 4)
 
 
-def seventy(*overrides: str) -> SimulationConfig:
+def config_of_70b(*overrides: str) -> SimulationConfig:
     return load_simulation(ROOT / "configs" / "llama3.3-70b.yaml", list(overrides))
 
 
@@ -38,42 +38,44 @@ def nodes(time_limit: str = "24:00:00", *options: str) -> Cluster:
     return Cluster(8, None, time_limit, options)
 
 
-def test_a_checkpoint_holds_twelve_bytes_of_each_parameter() -> None:
-    found = Checkpoints.of(seventy(), shape_of(seventy()))
-    # The shape counts no norms and biases.
+def test_checkpoint_size_is_twelve_bytes_for_each_parameter() -> None:
+    found = Checkpoints.of(config_of_70b(), shape_of(config_of_70b()))
+    # The shape does not count norms and biases.
     assert found.size == pytest.approx(12 * PARAMETERS, rel=1e-3)
     assert found.write_seconds == pytest.approx(12 * PARAMETERS / 5e9, rel=1e-3)
-    assert found.limit == 3, "two are kept, and one is written"
+    assert found.limit == 3, "two checkpoints are kept, and one is written"
 
 
-def test_few_steps_make_fewer_checkpoints() -> None:
-    config = seventy("steps=15")
+def test_checkpoint_limit_is_lower_when_the_run_has_few_steps() -> None:
+    config = config_of_70b("steps=15")
     assert Checkpoints.of(config, shape_of(config)).limit == 2
 
 
-def test_a_stop_waits_for_the_step_and_for_a_save_under_way_and_for_its_own() -> None:
-    """A step takes less than a save here, which therefore is what the stop waits for, twice."""
-    config = seventy()
+def test_stop_seconds_cover_the_current_step_or_save_and_the_final_save() -> None:
+    """With these settings a step takes less time than a save, therefore the stop waits for two
+    saves."""
+    config = config_of_70b()
     write = Checkpoints.of(config, shape_of(config)).write_seconds
     assert 40 < training_seconds(config) < write
     assert stop_of(config) == math.ceil(2 * write)
-    large = seventy("schedule.groups_per_batch=512")
+    large = config_of_70b("schedule.groups_per_batch=512")
     assert training_seconds(large) > write
     assert stop_of(large) == math.ceil(training_seconds(large) + write)
-    alone = seventy("checkpoint.asynchronous=false")
-    assert stop_of(alone) == math.ceil(training_seconds(alone) + write)
+    synchronous = config_of_70b("checkpoint.asynchronous=false")
+    assert stop_of(synchronous) == math.ceil(training_seconds(synchronous) + write)
 
 
-def test_the_script_needs_no_more_than_its_share_to_end_the_job() -> None:
-    """After a good end: the rollout side's own end, then SIGTERM. Else: the trainers' end first."""
+def test_train_script_ends_the_job_within_the_reserved_seconds() -> None:
+    """After a successful end, the script waits for the rollout side to exit and then sends SIGTERM.
+    Otherwise it waits for the trainers first."""
     waits = [int(seconds) for seconds in re.findall(r"within (\d+) ", SCRIPT)]
-    rollout, trainer, each = waits
-    assert max(rollout + each, trainer + 2 * each) <= END_SECONDS
+    rollout, trainer, after_signal = waits
+    assert max(rollout + after_signal, trainer + 2 * after_signal) <= END_SECONDS
     assert f"#SBATCH --signal=B:USR1@{90 + END_SECONDS}" in SCRIPT and "grace=90" in SCRIPT
 
 
 @pytest.mark.parametrize(
-    ("cluster", "sentence"),
+    ("cluster", "message"),
     [
         (
             nodes("0:05:00"),
@@ -83,18 +85,20 @@ def test_the_script_needs_no_more_than_its_share_to_end_the_job() -> None:
         (nodes("24:00:00", "--signal=USR1@900"), r"Remove it, or set it to .*USR1@429"),
     ],
 )
-def test_a_notice_that_cannot_hold_is_refused(cluster: Cluster, sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
-        cluster.notice(stop_of(seventy()))
+def test_cluster_notice_is_refused_when_too_short_for_a_stop(
+    cluster: Cluster, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        cluster.notice(stop_of(config_of_70b()))
 
 
-def test_a_longer_notice_is_the_users_to_choose() -> None:
-    assert nodes("24:00:00", "--signal=B:USR1@900").notice(stop_of(seventy())) == 900
+def test_cluster_notice_may_be_longer_than_a_stop_needs() -> None:
+    assert nodes("24:00:00", "--signal=B:USR1@900").notice(stop_of(config_of_70b())) == 900
 
 
-def test_a_disk_too_slow_for_the_limit_of_a_save_is_found_before_it_fails_one() -> None:
+def test_stop_seconds_refuses_disk_too_slow_for_the_save_timeout() -> None:
     with pytest.raises(UserError, match=r"checkpoint.timeout_seconds is 1800, .* takes 2117 s"):
-        stop_of(seventy("checkpoint.write_gb_per_s=0.4"))
+        stop_of(config_of_70b("checkpoint.write_gb_per_s=0.4"))
 
 
 @pytest.mark.parametrize(
@@ -110,17 +114,17 @@ def test_a_disk_too_slow_for_the_limit_of_a_save_is_found_before_it_fails_one() 
         ("UNLIMITED", math.inf),
     ],
 )
-def test_times_are_read_as_slurm_takes_them(text: str, seconds: float) -> None:
+def test_seconds_of_reads_the_time_formats_of_slurm(text: str, seconds: float) -> None:
     assert seconds_of(text) == seconds
 
 
-def test_checkpoints_that_lie_there_need_no_further_room(
+def test_check_free_space_counts_the_space_of_existing_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = RunDirectory(tmp_path)
-    held = directory.checkpoints / "step_10" / "rank_00000.f32.safetensors"
-    held.parent.mkdir(parents=True)
-    held.write_bytes(bytes(2000))
+    existing = directory.checkpoints / "step_10" / "rank_00000.f32.safetensors"
+    existing.parent.mkdir(parents=True)
+    existing.write_bytes(bytes(2000))
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     Checkpoints(1000.0, 1.0, 3).check_free_space(directory)

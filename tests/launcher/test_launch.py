@@ -1,4 +1,5 @@
-"""`megatron-async launch`: what it writes, what it refuses, and that a dry run makes nothing."""
+"""Tests `megatron-async launch`: the files that it writes, the settings that it refuses, and that a
+dry run writes no file."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ GPUS = Cluster(gpus_per_node=8, engine_nodes=None, time_limit="02:00:00")
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Path:
-    """A config whose model is small, and can be split over eight tensor ranks."""
+    """Return the config file of a run whose small model can be split over eight tensor ranks."""
     model = tmp_path / "model"
     save_hf_model(
         "qwen3", model, vocab_size=128, num_key_value_heads=8, max_position_embeddings=4096
@@ -47,11 +48,11 @@ engines: {{count: 3, tensor: 4}}
     return path
 
 
-_BESIDE_THE_STORE = ("trajectories.sqlite-shm", "trajectories.sqlite-wal")
+_SQLITE_AUXILIARY_FILES = ("trajectories.sqlite-shm", "trajectories.sqlite-wal")
 
 
 def _with_checkpoints(settings: Path, model: Path) -> RunDirectory:
-    """A run with checkpoints of steps 2 and 4."""
+    """Create a run that has checkpoints of steps 2 and 4, and return its directory."""
     directory = RunDirectory.create(load_config(settings, []))
     asyncio.run(TrajectoryStore.open(directory.store_file).close())
     for step in (2, 4):
@@ -60,12 +61,12 @@ def _with_checkpoints(settings: Path, model: Path) -> RunDirectory:
     return directory
 
 
-def test_a_dry_run_refuses_a_name_that_is_taken_as_the_launch_would(
+def test_launch_and_its_dry_run_refuse_the_name_of_an_existing_run(
     settings: Path, tmp_path: Path
 ) -> None:
-    taken = tmp_path / "runs" / "job"
-    taken.mkdir(parents=True)
-    (taken / "config.yaml").write_text("name: job\n")
+    existing = tmp_path / "runs" / "job"
+    existing.mkdir(parents=True)
+    (existing / "config.yaml").write_text("name: job\n")
     for dry_run in (True, False):
         with pytest.raises(
             UserError, match=r"exists already: choose another name \(got name 'job'"
@@ -73,28 +74,30 @@ def test_a_dry_run_refuses_a_name_that_is_taken_as_the_launch_would(
             launch_run(settings, None, [], GPUS, slurm=False, dry_run=dry_run)
 
 
-def test_a_dry_run_shows_the_script_and_makes_nothing(settings: Path, tmp_path: Path) -> None:
+def test_slurm_dry_run_shows_the_script_and_writes_no_file(settings: Path, tmp_path: Path) -> None:
     before = set(tmp_path.rglob("*"))
     script = launch_run(settings, None, ["name=other"], GPUS, slurm=True, dry_run=True)
     assert set(tmp_path.rglob("*")) == before
     lines = script.splitlines()
     assert "#SBATCH --job-name=other" in lines
-    assert "#SBATCH --nodes=4" in lines, "2 trainer nodes, 3 engines of 4 GPUs on 2 nodes"
+    assert "#SBATCH --nodes=4" in lines, "2 trainer nodes, and 3 engines of 4 GPUs on 2 nodes"
     assert "#SBATCH --gpus-per-node=8" in lines
     assert "#SBATCH --time=02:00:00" in lines
     assert "#SBATCH --signal=B:USR1@180" in lines
     [command] = [line for line in lines if line.startswith("exec ")]
     assert command.endswith(f"--trainer-nodes=2 --stop-seconds=90 {tmp_path}/runs/other")
     shown = lines[lines.index(command) + 1 :]
-    assert all(line == "" or line.startswith("# ") for line in shown), "still a script"
+    assert all(line == "" or line.startswith("# ") for line in shown), (
+        "the output must still be a script"
+    )
     text = "\n".join(shown)
     for part in ("trainer: ", "engines: ", "batch: ", "memory of a trainer GPU", "of 80 GB"):
         assert part in text
     assert "# engines.max_total_tokens = " in text
-    assert "# first prompt, " in text, "what the templates make of it"
+    assert "# first prompt, " in text, "the output must show the formatted first prompt"
 
 
-# What a name, a path and an option may hold, and a shell or Slurm would read as something else.
+# Texts that names, paths and options may contain, but that a shell or Slurm would misread.
 ODD_TEXTS = ["two words", "50%", "%j", "a#b", 'quo"te', "it's", "a;b & $HOME", "--x=y", "ü"]
 
 
@@ -108,7 +111,7 @@ def test_job_script_quotes_names_paths_and_options(
     script = launch_run(settings, None, overrides, cluster, slurm=True, dry_run=True)
     lines = script.split("\n\n")[0].splitlines()
     directives = [shlex.split(line)[1:] for line in lines if line.startswith("#SBATCH")]
-    assert all(len(words) == 1 for words in directives), "one option a line"
+    assert all(len(words) == 1 for words in directives), "each line must have one option"
     options = {words[0] for words in directives}
     output = f"--output={root}/{text}/logs/".replace("%", "%%") + "job-%j.log"
     assert {f"--job-name={text}", output, *cluster.sbatch_options} <= options
@@ -116,7 +119,7 @@ def test_job_script_quotes_names_paths_and_options(
 
 
 @pytest.mark.parametrize("text", [*ODD_TEXTS, "back\\slash"])
-def test_commands_by_hand_quote_paths(
+def test_manual_commands_quote_paths(
     settings: Path, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_async.commands.launch.ROOT", tmp_path / "a clone")
@@ -159,7 +162,9 @@ def test_launch_refuses_before_anything_is_written_when_slurm_cannot_read_a_text
     assert set(tmp_path.rglob("*")) == before
 
 
-def test_without_slurm_every_node_gets_its_command(settings: Path, tmp_path: Path) -> None:
+def test_launch_prints_a_command_for_each_node_without_slurm(
+    settings: Path, tmp_path: Path
+) -> None:
     text = launch_run(settings, None, [], GPUS, slurm=False, dry_run=False)
     commands = [line for line in text.splitlines() if not line.startswith("#")]
     assert [command.split()[1].rsplit("/", 1)[1] for command in commands] == [
@@ -171,27 +176,31 @@ def test_without_slurm_every_node_gets_its_command(settings: Path, tmp_path: Pat
     config_file = tmp_path / "runs" / "job" / "config.yaml"
     config = load_config(config_file)
     assert config.engines.host == "node"
-    assert len(config.engines.api_key) > 20, "engines that other hosts reach ask for a key"
+    assert len(config.engines.api_key) > 20, "engines that other hosts can reach must require a key"
     assert stat.S_IMODE(config_file.stat().st_mode) == 0o600
 
 
-def test_a_run_that_began_on_one_machine_goes_on_over_several(
+def test_launch_resumes_on_several_nodes_a_run_of_one_machine(
     settings: Path, tmp_path: Path
 ) -> None:
     directory = RunDirectory.create(load_config(settings, []))
     before = directory.config_file.read_text()
 
-    def again(*overrides: str, slurm: bool = False, dry_run: bool = False) -> str:
+    def resume(*overrides: str, slurm: bool = False, dry_run: bool = False) -> str:
         return launch_run(None, directory.path, list(overrides), GPUS, slurm=slurm, dry_run=dry_run)
 
-    script = again("steps=7", slurm=True, dry_run=True)
+    script = resume("steps=7", slurm=True, dry_run=True)
     assert str(directory.path) in script
-    assert directory.config_file.read_text() == before, "a dry run changes nothing"
+    assert directory.config_file.read_text() == before, "a dry run must not change the config"
     with pytest.raises(UserError, match=r"parallel\.tensor is 16"):
-        again("parallel.tensor=16")
-    assert directory.config_file.read_text() == before, "nor does what is refused"
-    again("steps=7")
-    assert directory.config_file.read_text() == before, "until it has begun"
+        resume("parallel.tensor=16")
+    assert directory.config_file.read_text() == before, (
+        "a refused resume must not change the config"
+    )
+    resume("steps=7")
+    assert directory.config_file.read_text() == before, (
+        "the config must stay unchanged until the run has started"
+    )
     _, config = RunDirectory.launched(directory.path)
     assert (config.steps, config.engines.host) == (7, "node")
     assert len(config.engines.api_key) > 20
@@ -223,7 +232,7 @@ def test_a_run_that_began_on_one_machine_goes_on_over_several(
         ),
     ],
 )
-def test_what_is_refused_makes_nothing(
+def test_launch_creates_no_run_directory_when_settings_are_refused(
     settings: Path, tmp_path: Path, overrides: list[str], cluster: Cluster, message: str
 ) -> None:
     for slurm in (False, True):
@@ -232,10 +241,11 @@ def test_what_is_refused_makes_nothing(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_dry_run_shows_which_engine_is_on_the_gpus_of_which_ranks(
+def test_dry_run_shows_the_trainer_ranks_of_each_colocated_engine(
     settings: Path, tmp_path: Path
 ) -> None:
-    """Launch itself gives engines nodes of their own; one node needs none of it."""
+    """`launch` starts engines on separate nodes only, but a colocated run of one node needs no
+    launch."""
     overrides = [
         *("engines.placement=colocated", "weights.transport=tensor", "schedule.preset=sync"),
         *("parallel.nodes=1", "parallel.ranks=8", "engines.count=2"),
@@ -248,20 +258,22 @@ def test_a_dry_run_shows_which_engine_is_on_the_gpus_of_which_ranks(
     assert "memory of a trainer GPU" in text
     with pytest.raises(UserError) as refused:
         launch_run(settings, None, overrides, GPUS, slurm=True, dry_run=False)
-    assert f"under Slurm by `{command}`" in str(refused.value), "what is to be done instead"
+    assert f"under Slurm by `{command}`" in str(refused.value), (
+        "the error must show the command to use instead"
+    )
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
     "script", sorted((ROOT / "launch").rglob("*.s[bh]*")), ids=lambda path: path.name
 )
-def test_scripts_are_valid_bash(script: Path) -> None:
+def test_launch_scripts_are_valid_bash(script: Path) -> None:
     done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, timeout=10)
     assert done.returncode == 0, done.stderr
 
 
 def _sbatch(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    """`sbatch` is this shell program."""
+    """Replace `sbatch` by this shell program."""
     file = folder / "bin" / "sbatch"
     file.parent.mkdir(exist_ok=True)
     file.write_text(f"#!/bin/sh\n{program}\n")
@@ -270,10 +282,10 @@ def _sbatch(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None
 
 
 @pytest.mark.parametrize("from_step", [None, 2])
-def test_a_resume_whose_job_is_refused_leaves_the_run_as_it_was(
+def test_run_directory_is_unchanged_when_sbatch_refuses_the_resume(
     settings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, from_step: int | None
 ) -> None:
-    """Also what an earlier launch has left whose job is still queued."""
+    """The files of an earlier launch whose job is still queued must stay unchanged too."""
     directory = _with_checkpoints(settings, tmp_path / "model")
 
     def launch(steps: int, from_step: int | None) -> str:
@@ -289,7 +301,7 @@ def test_a_resume_whose_job_is_refused_leaves_the_run_as_it_was(
 
     def content() -> dict[str, tuple[int, bytes]]:
         files = (path for path in directory.path.rglob("*") if path.is_file())
-        kept = (path for path in files if path.name not in ("run.lock", *_BESIDE_THE_STORE))
+        kept = (path for path in files if path.name not in ("run.lock", *_SQLITE_AUXILIARY_FILES))
         return {str(path): (path.stat().st_mode, path.read_bytes()) for path in kept}
 
     before = content()
@@ -307,7 +319,7 @@ def test_a_resume_whose_job_is_refused_leaves_the_run_as_it_was(
     assert content() == queued
 
 
-def test_a_job_that_may_have_been_taken_keeps_what_the_resume_has_set(
+def test_resume_file_is_kept_when_sbatch_times_out(
     settings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = _with_checkpoints(settings, tmp_path / "model")
@@ -319,7 +331,9 @@ def test_a_job_that_may_have_been_taken_keeps_what_the_resume_has_set(
     assert (directory.checkpoints / "abandoned_0.4").is_dir()
 
 
-def test_going_back_is_done_once_before_any_node_starts(settings: Path, tmp_path: Path) -> None:
+def test_launch_rolls_back_checkpoints_before_any_node_starts(
+    settings: Path, tmp_path: Path
+) -> None:
     directory = _with_checkpoints(settings, tmp_path / "model")
 
     def back_to(step: int, *, dry_run: bool) -> str:

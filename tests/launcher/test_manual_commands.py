@@ -1,5 +1,8 @@
-"""A run that is started by hand, one command a node, without Slurm: two trainer nodes, one for
-rollout (all of them this machine, with made-up tokens instead of a model on the engine)."""
+"""Tests a run that is started without Slurm by the printed commands: two trainer nodes and one
+rollout node.
+
+All nodes are this machine, and simulated engines return invented tokens instead of running a model.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,8 @@ telemetry: {{progress: lines, trackers: []}}
 """
 
 
-class Nodes:
-    """The processes of one session, one for each command that `launch` prints."""
+class NodeProcesses:
+    """Processes of one session, one for each command that `launch` prints."""
 
     def __init__(self, commands: list[str], session: str, log_directory: Path) -> None:
         environment = {
@@ -59,7 +62,7 @@ class Nodes:
             self._logs.append(log)
 
     def kill_a_rank(self) -> None:
-        """One trainer rank of one node, by SIGKILL."""
+        """Kill one trainer rank of one node by SIGKILL."""
         for process in self._processes:
             for child in psutil.Process(process.pid).children(recursive=True):
                 words = child.cmdline()
@@ -69,7 +72,7 @@ class Nodes:
                 ):
                     child.kill()
                     return
-        raise AssertionError("no trainer rank runs")
+        raise AssertionError("no trainer rank is running")
 
     def codes(self) -> list[int | None]:
         return [process.poll() for process in self._processes]
@@ -103,8 +106,9 @@ class Nodes:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_nodes_started_by_hand_restart_in_place_stop_when_asked_and_go_on(tmp_path: Path) -> None:
-    """A killed rank takes the ranks of both nodes along; the second session goes on at the end."""
+def test_manual_nodes_restart_killed_rank_stop_by_file_and_resume(tmp_path: Path) -> None:
+    """A killed rank restarts the ranks of both nodes; the second session resumes where the first
+    has stopped."""
     build_tiny_model(tmp_path / "model", seed=1)
     settings = tmp_path / "c.yaml"
     settings.write_text(SETTINGS)
@@ -123,7 +127,7 @@ def test_nodes_started_by_hand_restart_in_place_stop_when_asked_and_go_on(tmp_pa
             (int(line["lineage"]) for line in read_metrics(directory.metrics_file)), default=0
         )
 
-    first = Nodes(commands, "first", tmp_path)
+    first = NodeProcesses(commands, "first", tmp_path)
     try:
         first.wait_until(lambda: steps_done() >= 2)
         first.kill_a_rank()
@@ -135,7 +139,7 @@ def test_nodes_started_by_hand_restart_in_place_stop_when_asked_and_go_on(tmp_pa
     assert directory.outcome() is RunOutcome.STOPPED
     assert steps_done() < STEPS
 
-    second = Nodes(commands, "second", tmp_path)
+    second = NodeProcesses(commands, "second", tmp_path)
     try:
         assert second.wait_for_end() == [0, 0, 0], second.logs()
     finally:

@@ -1,4 +1,5 @@
-"""What is found before anything starts: one sentence with the remedy, or a notice."""
+"""Tests the preflight check, which refuses a run with a remedy, or returns notices, before any
+process starts."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ ROWS = 500
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a context of 4,096 tokens, and 500 rows of a user's own data."""
+    """Return a model directory with a context of 4,096 tokens, and with 500 rows of the user's data
+    in `data.jsonl`."""
     folder = write_model(tmp_path_factory.mktemp("preflight") / "model", "llama")
     rows = [{"prompt": f"{i}+{i}=", "answer": 2 * i} for i in range(ROWS)]
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -31,15 +33,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(folder: Path, **changes: Any) -> RunConfig:
-    own_data = {
+    user_data = {
         "model": {"path": str(folder)},
         "task": {"kind": "files", "name": "exact", "path": str(folder / "data.jsonl")},
         "schedule": {"groups_per_batch": 4},
     }
-    return build_config(merge(own_data, changes))
+    return build_config(merge(user_data, changes))
 
 
-def test_fewer_held_out_rows_than_the_default_are_all_asked_with_a_notice(folder: Path) -> None:
+def test_eval_prompts_are_lowered_with_a_notice_when_fewer_are_held_out(folder: Path) -> None:
     checked = check_run(settings(folder))
     found = checked.config.eval.prompts
     assert 30 < found < 70, "a tenth of 500 rows, by hash"
@@ -50,8 +52,8 @@ def test_fewer_held_out_rows_than_the_default_are_all_asked_with_a_notice(folder
     assert check_evaluation(settings(folder), folder).config.eval.prompts == found
 
 
-def test_a_reference_that_fails_its_rows_tests_stops_the_start(folder: Path) -> None:
-    """It is not in the first row that is asked."""
+def test_check_evaluation_refuses_reference_code_that_fails_its_tests(folder: Path) -> None:
+    """The failing row is not the first row that is checked."""
     rows = [
         {"prompt": f"f{i}", "test": f"assert f() == {i}", "code": f"def f(): return {min(i, 5)}"}
         for i in range(7)
@@ -60,21 +62,21 @@ def test_a_reference_that_fails_its_rows_tests_stops_the_start(folder: Path) -> 
     file.write_text("\n".join(map(json.dumps, rows)))
     task = {"path": str(file), "layout": "mbpp_plus", "heldout_share": 0.0}
     task["prompt_template"] = "{question}"
-    asks = settings(
+    config = settings(
         folder,
         task=task,
         reward="code",
-        eval={"sets": {"held": {"path": str(folder / "data.jsonl")}}},
+        eval={"sets": {"extra": {"path": str(folder / "data.jsonl")}}},
     )
     with pytest.raises(UserError, match="`code` of the row with the prompt 'f6' fails"):
-        check_evaluation(asks, folder)
+        check_evaluation(config, folder)
 
 
 @pytest.mark.parametrize(
     "command",
     [["doctor", "--config"], ["train", "--dry-run", "--config"], ["settings", "eval", "--of"]],
 )
-def test_commands_that_only_show_a_run_show_what_its_start_would_find(
+def test_read_only_commands_show_the_findings_of_the_preflight_check(
     folder: Path, tmp_path: Path, command: list[str]
 ) -> None:
     file = tmp_path / "own.yaml"
@@ -94,14 +96,14 @@ def test_commands_that_only_show_a_run_show_what_its_start_would_find(
         assert "train refuses this run: eval.prompts is 300" in shown("eval.prompts=300")
 
 
-def test_none_held_out_at_all_is_refused(folder: Path) -> None:
+def test_check_run_refuses_task_without_held_out_problems(folder: Path) -> None:
     with pytest.raises(
         UserError, match=r"has 0 held-out problems.*equal prompts.*task.heldout_share 0"
     ):
         check_run(settings(folder, task={"heldout_share": 1e-9}))
 
 
-def test_a_generated_task_with_few_different_problems_is_counted_too(folder: Path) -> None:
+def test_eval_prompts_are_lowered_when_a_generated_task_has_few_problems(folder: Path) -> None:
     one_digit = {"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1}
     task = {"kind": "chain_sum", "params": one_digit}
     few = build_config({"model": {"path": str(folder)}, "task": task | {"heldout_share": 0.5}})
@@ -109,19 +111,19 @@ def test_a_generated_task_with_few_different_problems_is_counted_too(folder: Pat
     assert 0 < checked.config.eval.prompts < 10 and len(checked.notices) == 1
 
 
-def test_more_recomputed_layers_than_a_stage_has_are_refused(folder: Path) -> None:
+def test_check_run_refuses_more_recomputed_layers_than_a_stage_has(folder: Path) -> None:
     with pytest.raises(UserError, match=r"trainer\.recompute is 50; each stage .* has \d+ layers"):
         check_run(settings(folder, trainer={"recompute": 50}))
 
 
-def test_a_batch_larger_than_the_data_is_refused(folder: Path) -> None:
+def test_check_run_refuses_batch_larger_than_the_training_data(folder: Path) -> None:
     with pytest.raises(
         UserError, match=r"groups_per_batch is 480, .* has only 4\d\d training problems"
     ):
         check_run(settings(folder, schedule={"groups_per_batch": 480}))
 
 
-def test_a_batch_of_worked_answers_larger_than_their_file_is_refused(folder: Path) -> None:
+def test_check_run_refuses_sft_batch_larger_than_the_sft_data(folder: Path) -> None:
     rows = [{"prompt": f"{i}-{i}=", "response": "0"} for i in range(20)]
     file = folder / "worked.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
@@ -148,7 +150,7 @@ def test_sft_batches_follow_from_the_data_when_epochs_are_set(
 @pytest.mark.parametrize(
     "engines", [{"context_length": 1024}, {"max_total_tokens": 1025}], ids=["context", "KV cache"]
 )
-def test_a_response_that_leaves_no_room_for_a_prompt_is_refused(
+def test_check_run_refuses_response_limit_that_leaves_no_prompt_tokens(
     folder: Path, engines: dict[str, int], long_prompts: str
 ) -> None:
     changes = {"sampling": {"max_new_tokens": 1024}, "task": {"long_prompts": long_prompts}}
@@ -159,7 +161,7 @@ def test_a_response_that_leaves_no_room_for_a_prompt_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"),
+    ("content", "message"),
     [
         (b"", "it is empty (0 bytes); download it again"),
         (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer, not the weights"),
@@ -167,23 +169,23 @@ def test_a_response_that_leaves_no_room_for_a_prompt_is_refused(
     ],
     ids=["empty", "pointer", "truncated"],
 )
-def test_weights_that_did_not_arrive_name_the_file_and_the_remedy(
-    tmp_path: Path, content: bytes | None, sentence: str
+def test_damaged_weights_error_names_the_file_and_the_remedy(
+    tmp_path: Path, content: bytes | None, message: str
 ) -> None:
     model = write_model(tmp_path / "model", "llama")
     file = model / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100] if content is None else content)
     with pytest.raises(UserError) as refused:
         check_run(settings(model))
-    assert str(file) in str(refused.value) and sentence in str(refused.value)
+    assert str(file) in str(refused.value) and message in str(refused.value)
 
 
-def test_rows_of_a_file_need_a_way_to_be_scored(folder: Path) -> None:
+def test_check_run_refuses_file_task_without_a_known_reward(folder: Path) -> None:
     with pytest.raises(UserError, match=r"task.name is 'exactly', which cannot score rows .* or"):
         check_run(settings(folder, task={"name": "exactly"}))
 
 
-def test_a_model_that_is_not_there_is_to_be_downloaded_and_a_path_is_no_name_on_a_hub(
+def test_missing_model_error_shows_the_download_command(
     folder: Path,
 ) -> None:
     hub = "Qwen/Qwen2.5-7B --local-dir models/Qwen2.5-7B` and set model.path=models/Qwen2.5-7B"
@@ -219,7 +221,7 @@ def test_recipe_is_named_when_only_another_schedule_was_chosen(
     assert all("Recipes for this schedule: prime_rl" in notice for notice in found)
 
 
-def test_a_tolerance_that_the_engines_of_another_host_cannot_keep_is_found_here(
+def test_check_probe_tolerance_refuses_strict_tolerance_on_gpus(
     folder: Path,
 ) -> None:
     strict = settings(folder, weights={"probe_tolerance": 1e-5})
@@ -230,7 +232,7 @@ def test_a_tolerance_that_the_engines_of_another_host_cannot_keep_is_found_here(
         check_probe_tolerance(strict, "cuda")
 
 
-def test_a_model_without_its_tokenizer_names_the_files_that_are_missing(tmp_path: Path) -> None:
+def test_missing_tokenizer_error_names_the_files_to_copy(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "llama")
     for file in model.glob("tokenizer*"):
         file.unlink()

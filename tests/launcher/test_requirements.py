@@ -1,6 +1,7 @@
-"""The pinned packages: what a run needs installs without a compiler on every supported Python.
+"""Tests the pinned packages: every package that a run needs installs without a compiler on every
+supported Python.
 
-The lock file of the GPU environment holds every pin of its requirements, and far more.
+The lock file of the GPU environment contains every pin of its requirements, and many more.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def project() -> dict[str, object]:
 
 
 @cache
-def index_answers() -> bool:
+def index_is_reachable() -> bool:
     """Return whether pip reaches a package index."""
     command = [*_PIP, "--retries", "0", "--timeout", "10", "install", "--dry-run"]
     command += ["--ignore-installed", "--no-deps", "pip"]
@@ -66,8 +67,8 @@ def index_answers() -> bool:
 @pytest.mark.parametrize("python", PYTHONS)
 def test_every_package_of_a_run_has_a_wheel_for_python(python: str, tmp_path: Path) -> None:
     """pip reads `Requires-Python` and the wheels' tags for `python`, and installs nothing."""
-    if "CI" not in os.environ and not index_answers():
-        pytest.skip("no package index answers")
+    if "CI" not in os.environ and not index_is_reachable():
+        pytest.skip("no package index is reachable")
     files = [argument for name in RUN for argument in ("-r", str(ROOT / "launch" / name))]
     command = [*_PIP, "install", "--dry-run", "--ignore-installed", "--no-deps"]
     command += ["--only-binary=:all:", "--python-version", python, "--target", str(tmp_path)]
@@ -75,7 +76,7 @@ def test_every_package_of_a_run_has_a_wheel_for_python(python: str, tmp_path: Pa
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_the_supported_pythons_are_those_that_are_checked() -> None:
+def test_supported_python_versions_equal_the_checked_ones() -> None:
     supported = SpecifierSet(str(project()["requires-python"]))
     assert all(python in supported for python in PYTHONS)
     assert "3.10.0" not in supported and "3.14.0" not in supported
@@ -84,7 +85,7 @@ def test_the_supported_pythons_are_those_that_are_checked() -> None:
 
 
 @pytest.mark.parametrize("flavor", ["cpu", "gpu"])
-def test_a_package_has_one_version_in_all_groups(flavor: str) -> None:
+def test_package_has_the_same_version_in_all_requirement_groups(flavor: str) -> None:
     """On a GPU the other groups are installed within the lock of the group `run`."""
     run = RUN if flavor == "cpu" else ("requirements-gpu-lock.txt",)
     versions: dict[str, set[str]] = {}
@@ -94,7 +95,7 @@ def test_a_package_has_one_version_in_all_groups(flavor: str) -> None:
     assert {package: found for package, found in versions.items() if len(found) > 1} == {}
 
 
-def test_a_run_has_every_dependency_of_the_project_and_no_optional_one() -> None:
+def test_run_requirements_pin_all_required_and_no_optional_dependencies() -> None:
     run = {package: version for name in RUN for package, version in pins(name).items()}
     dependencies = project()["dependencies"]
     assert isinstance(dependencies, list)
@@ -105,7 +106,7 @@ def test_a_run_has_every_dependency_of_the_project_and_no_optional_one() -> None
     assert not {"reasoning-gym", "pycosat", "ray", "pytest", "mkdocs", "wandb"} & run.keys()
 
 
-LOCKED_PYTHONS = ("3.11", "3.12")  # outlines-core, which SGLang pins, has no wheel for 3.13
+LOCKED_PYTHONS = ("3.11", "3.12")  # SGLang pins outlines-core, which has no wheel for 3.13.
 
 
 @pytest.mark.parametrize("python", LOCKED_PYTHONS)
@@ -120,7 +121,7 @@ def test_lock_has_every_requirement_and_satisfies_the_project(python: str) -> No
             assert requirement.specifier.contains(lock[canonicalize_name(requirement.name)])
 
 
-def test_the_image_compiles_for_the_cuda_of_the_locked_torch() -> None:
+def test_image_has_the_cuda_version_of_the_locked_torch() -> None:
     """Apex refuses another minor version than torch was built with."""
     text = (ROOT / "launch" / "Dockerfile").read_text()
     image = re.search(r"^FROM nvidia/cuda:(\d+\.\d+)\.\d+-devel-", text, re.MULTILINE)
@@ -129,10 +130,10 @@ def test_the_image_compiles_for_the_cuda_of_the_locked_torch() -> None:
     assert f"core_cu{image[1].split('.')[0]}]" in text
 
 
-def test_the_image_has_a_transformer_engine_that_megatron_takes() -> None:
+def test_image_has_a_transformer_engine_that_megatron_supports() -> None:
     """Its extra `dev` has the range, which an installation without that extra does not check."""
     text = (ROOT / "launch" / "Dockerfile").read_text()
     version = re.search(r"^ARG TRANSFORMER_ENGINE=(.+)$", text, re.MULTILINE)
-    wanted = map(Requirement, importlib.metadata.requires("megatron-core") or [])
-    [engine] = [r for r in wanted if r.name == "transformer-engine"]
+    required = map(Requirement, importlib.metadata.requires("megatron-core") or [])
+    [engine] = [r for r in required if r.name == "transformer-engine"]
     assert version is not None and engine.specifier.contains(version[1])

@@ -1,6 +1,7 @@
-"""A live run restarts killed trainer ranks in place, as often as it is allowed and no more.
+"""Tests that a live run restarts killed trainer ranks in place, exactly as often as
+`trainer.max_restarts` permits.
 
-No restart is lost to what the attempt before has left.
+State that an earlier attempt has left behind must not make a restart fail.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunUnderFire]:
-    """With as many restarts as there will be kills."""
+    """Yield a started run that permits as many restarts as the tests kill ranks."""
     root = tmp_path_factory.mktemp("live")
     prepare(root)
     config = configuration("async", "simulated", root, "restarts", {})
@@ -52,8 +53,8 @@ def test_run_warns_of_each_restart_when_ranks_are_killed(run: RunUnderFire) -> N
             r"remain \(trainer.max_restarts\)$",
             message,
         ), message
-        wanted = f"warning trainer_restart_{number + 1}: {message}"
-        assert wait_for(lambda wanted=wanted: wanted in run.log.read_text())
+        expected = f"warning trainer_restart_{number + 1}: {message}"
+        assert wait_for(lambda expected=expected: expected in run.log.read_text())
     assert read_metrics(run.directory.metrics_file)[-1]["train/restarts"] == KILLS
     lineages = {int(line["lineage"]) for line in read_metrics(run.directory.metrics_file)}
     log = (run.directory.logs / "trainer.log").read_text(errors="replace")

@@ -1,6 +1,9 @@
-"""A run belongs to one launch: others are refused before they change anything, by who has it.
+"""Tests the run lock, which permits one launch of a run at a time, and the sessions of a launch
+over several nodes.
 
-Roles of a session find each other by files, within a time limit, and only the newest one runs.
+A second launch is refused before it changes any file, with a message that names the holder. The
+roles of a session find each other by files, within a time limit, and only the newest session may
+run.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ with hold_run_lock(RunDirectory(Path(sys.argv[1])), "megatron-async train", sess
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    root = tmp_path_factory.mktemp("claim")
+    root = tmp_path_factory.mktemp("run_lock")
     build_tiny_model(root / "model", seed=1)
     return build_config({"name": "live", "root": str(root), "model": {"path": str(root / "model")}})
 
@@ -68,7 +71,7 @@ def run(config: RunConfig, tmp_path: Path) -> RunDirectory:
 
 
 def hold(directory: RunDirectory, session: str = "") -> subprocess.Popen[str]:
-    """A launch in a process of its own, which has the run until it is killed."""
+    """Start a separate process that holds the run lock until it is killed."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(directory.path), session],
         stdin=subprocess.PIPE,
@@ -105,7 +108,7 @@ RESUMES = [
 
 
 @pytest.mark.parametrize("command", RESUMES, ids=" ".join)
-def test_a_second_launch_of_a_live_run_changes_nothing_and_names_the_first(
+def test_second_launch_of_a_live_run_is_refused_and_changes_no_file(
     run: RunDirectory, live: subprocess.Popen[str], command: tuple[str, ...]
 ) -> None:
     before = contents(run)
@@ -119,20 +122,21 @@ def test_a_second_launch_of_a_live_run_changes_nothing_and_names_the_first(
 
 
 @pytest.mark.parametrize("command", ["report", "trajectories"])
-def test_commands_that_only_read_leave_a_live_run_alone(
+def test_read_only_command_changes_no_file_of_a_live_run(
     run: RunDirectory, live: subprocess.Popen[str], command: str
 ) -> None:
-    """Whatever another version of the program would have written into config.yaml."""
+    """The config.yaml stays unchanged even if this version of the program would have written it
+    differently."""
     run.config_file.write_text(run.config_file.read_text() + "# by another version\n")
     before = contents(run)
     result = CliRunner().invoke(app, [command, str(run.path)])
     assert result.exit_code == 0, result.output
-    made = ("sqlite-", "report.html")
-    after = {n: data for n, data in contents(run).items() if not any(part in n for part in made)}
+    created = ("sqlite-", "report.html")
+    after = {n: data for n, data in contents(run).items() if not any(part in n for part in created)}
     assert after == before
 
 
-def test_a_killed_launch_leaves_the_run_free(run: RunDirectory) -> None:
+def test_run_lock_is_free_after_its_holder_was_killed(run: RunDirectory) -> None:
     process = hold(run)
     with pytest.raises(RunInUse), hold_run_lock(run, "a test"):
         pass
@@ -142,16 +146,16 @@ def test_a_killed_launch_leaves_the_run_free(run: RunDirectory) -> None:
         pass
 
 
-def test_claimed_removes_temporary_files_of_killed_processes(run: RunDirectory) -> None:
-    left = run.path / ".store.json.0f3a9c21.tmp"
-    other = run.path / ".mine"
-    for file in (left, other):
+def test_hold_run_lock_removes_temporary_files_of_killed_processes(run: RunDirectory) -> None:
+    temporary = run.path / ".store.json.0f3a9c21.tmp"
+    user_file = run.path / ".mine"
+    for file in (temporary, user_file):
         file.write_text("half")
     with hold_run_lock(run, "test"):
-        assert other.exists() and not left.exists()
+        assert user_file.exists() and not temporary.exists()
 
 
-def test_a_holder_on_another_host_that_may_be_down_for_good_has_a_remedy(
+def test_run_in_use_error_has_a_remedy_when_the_holder_host_may_be_down(
     run: RunDirectory, live: subprocess.Popen[str]
 ) -> None:
     elsewhere = replace(Holder.this_process("session 7.0"), host="node7", pid=12)
@@ -165,39 +169,41 @@ def test_a_holder_on_another_host_that_may_be_down_for_good_has_a_remedy(
         pass
 
 
-def test_without_locks_a_living_process_of_this_host_counts_and_a_dead_one_does_not(
+def test_run_lock_needs_a_live_holder_when_file_locks_are_unsupported(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(file: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    me = Holder.this_process("another run")
-    run.lock_file.write_text(json.dumps(asdict(me)))
+    holder = Holder.this_process("another run")
+    run.lock_file.write_text(json.dumps(asdict(holder)))
     with pytest.raises(RunInUse, match="another run"), hold_run_lock(run, "a test"):
         pass
     with pytest.raises(RunInUse, match="another run"):
         check_unclaimed(run)
-    run.lock_file.write_text(json.dumps(asdict(replace(me, started=me.started - 1.0))))
+    run.lock_file.write_text(json.dumps(asdict(replace(holder, started=holder.started - 1.0))))
     check_unclaimed(run)
     with hold_run_lock(run, "a test"):
         assert "cannot be locked (Function not implemented)" in caplog.text
     assert not run.lock_file.exists()
 
 
-def test_a_new_run_that_cannot_be_made_leaves_nothing(config: RunConfig, tmp_path: Path) -> None:
-    taken = config.model_copy(update={"root": str(tmp_path / "file")})
+def test_new_run_leaves_no_file_when_its_directory_cannot_be_created(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    new = config.model_copy(update={"root": str(tmp_path / "file")})
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be written: Not a directory"), new_run(taken, "t"):
+    with pytest.raises(UserError, match="cannot be written: Not a directory"), new_run(new, "t"):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 class TestSessions:
-    """The first rollout node of a launch takes the run for its session."""
+    """Tests that the first rollout node of a launch takes the run lock for its session."""
 
     @staticmethod
-    def take(run: RunDirectory, session: str) -> int:
+    def start_rollout_node(run: RunDirectory, session: str) -> int:
         arguments = ["rollout", str(run.path), "--index", "0", "--count", "1"]
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
         try:
@@ -206,50 +212,53 @@ class TestSessions:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def test_a_second_launch_is_refused_and_the_first_stays_the_current_one(
+    def test_first_session_stays_current_when_a_second_launch_is_refused(
         self, run: RunDirectory, capsys: pytest.CaptureFixture[str]
     ) -> None:
         first = Session.join(run, "70.0")
         first.begin()
         process = hold(run, "70.0")
         try:
-            assert self.take(run, "71.0") == 2
+            assert self.start_rollout_node(run, "71.0") == 2
         finally:
             process.kill()
             process.wait(30)
         assert f"is in use by process {process.pid} on host " in capsys.readouterr().err
         assert first.is_current() and not first.closed()
-        assert Session.join(run, "71.0").closed(), "its trainer nodes must not wait for it"
+        assert Session.join(run, "71.0").closed(), (
+            "trainer nodes of the refused launch must not wait for it"
+        )
 
-    def test_a_requeued_job_takes_over_from_what_a_lost_node_left_running(
+    def test_requeued_job_takes_the_lock_when_the_superseded_process_ends(
         self,
         run: RunDirectory,
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        """What is left sees the newer session and ends; here: the process that has the lock."""
+        """Processes of the lost node see the newer session and end. Here, the process that holds
+        the lock does so."""
         first = Session.join(run, "70.0")
         first.begin()
         process = hold(run, "70.0")
 
-        def has_the_run(*_: object) -> None:
-            raise UserError("far enough")
+        def stop_after_lock(*_: object) -> None:
+            raise UserError("the lock is held")
 
         def end_when_superseded() -> None:
             while first.is_current():
                 time.sleep(0.02)
             process.kill()
 
-        monkeypatch.setattr(node_module, "check_probe_tolerance", has_the_run)
-        left_running = threading.Thread(target=end_when_superseded, daemon=True)
-        left_running.start()
-        assert self.take(run, "70.1") == 2
-        assert "far enough" in capsys.readouterr().err
+        monkeypatch.setattr(node_module, "check_probe_tolerance", stop_after_lock)
+        lost_node = threading.Thread(target=end_when_superseded, daemon=True)
+        lost_node.start()
+        assert self.start_rollout_node(run, "70.1") == 2
+        assert "the lock is held" in capsys.readouterr().err
         process.wait(30)
         with hold_run_lock(run, "a test"):
             pass
 
-    def test_which_sessions_follow_each_other(self, run: RunDirectory) -> None:
+    def test_session_follows_only_earlier_restarts_of_the_same_job(self, run: RunDirectory) -> None:
         session = Session.join(run, "70.2")
         assert session.follows("70.0") and session.follows("70.1")
         for other in ("70.2", "70.3", "71.0", "70", "", "monday", "70.x"):
@@ -258,14 +267,14 @@ class TestSessions:
 
 
 class TestDisk:
-    """A run directory on a disk that is full, or read-only."""
+    """Tests launches with a run directory on a disk that is full or read-only."""
 
     @staticmethod
     def files(folder: Path) -> list[str]:
         return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
 
     @pytest.mark.parametrize("command", ["train", "sft", "launch"])
-    def test_a_new_run_on_a_full_disk_is_a_sentence_and_leaves_nothing(
+    def test_new_run_is_refused_and_leaves_no_file_when_the_disk_is_full(
         self, config: RunConfig, disk: SmallDisk, tmp_path: Path, command: str
     ) -> None:
         settings = tmp_path / "c.yaml"
@@ -287,7 +296,7 @@ class TestDisk:
             disk.make_room()
 
     @pytest.mark.parametrize("words", RESUMES, ids=" ".join)
-    def test_going_on_with_a_run_is_a_sentence_and_changes_nothing(
+    def test_resume_is_refused_and_changes_no_file_when_disk_is_unwritable(
         self, config: RunConfig, disk: SmallDisk, words: tuple[str, ...]
     ) -> None:
         run = RunDirectory.create(config.model_copy(update={"root": str(disk.path)}))
@@ -310,10 +319,10 @@ class TestDisk:
         )
         assert {name: data for name, data in contents(run).items() if name != "run.lock"} == before
 
-    def test_a_rank_that_cannot_leave_its_sentence_keeps_its_exit_code(
+    def test_failed_rank_keeps_its_exit_code_when_its_cause_cannot_be_written(
         self, config: RunConfig, disk: SmallDisk, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """The process that started it then reports what is wrong with the disk."""
+        """The process that started the rank then reports the failure of the disk."""
 
         def fails() -> None:
             raise ComponentFailure("the cause")
@@ -334,18 +343,20 @@ def directory(tmp_path: Path) -> RunDirectory:
     return RunDirectory(tmp_path)
 
 
-def test_waiting_ends_with_what_was_waited_for(directory: RunDirectory) -> None:
+def test_session_wait_fails_when_it_times_out_or_the_session_is_closed(
+    directory: RunDirectory,
+) -> None:
     session = Session.join(directory, "7.0")
     with pytest.raises(ComponentFailure, match=r"waited 0 s for ray of session 7\.0"):
         session.wait_for("ray", 0.1)
     session.close()
-    began = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(ComponentFailure, match="was closed before ray had started"):
         session.wait_for("ray", 60)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - started < 5
 
 
-def test_the_token_is_the_users_own_and_new_each_time(directory: RunDirectory) -> None:
+def test_session_token_is_private_and_new_for_each_session(directory: RunDirectory) -> None:
     first, second = Session.join(directory, "a"), Session.join(directory, "b")
     first.begin()
     second.begin()
@@ -353,7 +364,7 @@ def test_the_token_is_the_users_own_and_new_each_time(directory: RunDirectory) -
     assert first.token_file.read_text() != second.token_file.read_text()
 
 
-def test_names_that_are_refused(directory: RunDirectory) -> None:
+def test_session_refuses_invalid_and_used_names(directory: RunDirectory) -> None:
     for name in ("", "../x", ".hidden"):
         with pytest.raises(UserError, match="--session"):
             Session.join(directory, name)
@@ -363,7 +374,7 @@ def test_names_that_are_refused(directory: RunDirectory) -> None:
         used.begin()
 
 
-def test_a_node_does_not_take_up_a_session_that_is_over(directory: RunDirectory) -> None:
+def test_node_refuses_to_join_a_closed_session(directory: RunDirectory) -> None:
     session = Session.join(directory, "monday")
     session.begin()
     assert Session.begun(directory, "monday", 1.0).path == session.path

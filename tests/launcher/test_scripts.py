@@ -1,7 +1,8 @@
-"""The scripts of launch/: what they start, with which hooks and variables, and what they refuse.
+"""Tests the scripts of launch/: the commands that they start, their hooks and variables, and the
+input that they refuse.
 
-`srun` and the interpreter are stand-ins that note how they were called; test_slurm.py has the real
-ones.
+`srun` and the interpreter are stand-ins that record how they were called; test_slurm.py uses the
+real programs.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ def script(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class Call:
-    """How a stand-in was called."""
+    """Arguments and environment of one call of a stand-in program."""
 
     arguments: list[str]
     environment: dict[str, str]
 
 
 class Machine:
-    """A node with a noting `srun` and a virtual environment with a noting `python`."""
+    """Node with a recording `srun`, and a virtual environment with a recording `python`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -73,7 +74,8 @@ class Machine:
         (root / "venv" / ".megatron_async-venv").touch()
 
     def with_nodes(self, names: str, then: str = "") -> Path:
-        """A run directory, and a `scontrol` that runs `then` and prints these names."""
+        """Write a `scontrol` that runs `then` and prints these node names; return a new run
+        directory."""
         script(self.root / "bin" / "scontrol", f"#!/bin/sh\n{then}\nprintf '%s\\n' {names}\n")
         run = self.root / "runs" / "a"
         run.mkdir(parents=True)
@@ -115,22 +117,26 @@ def machine(tmp_path: Path) -> Machine:
 
 
 @pytest.mark.parametrize("flavor", ["cpu", "gpu"])
-def test_a_login_node_sets_up_for_the_nodes_that_are_named(machine: Machine, flavor: str) -> None:
+def test_setup_installs_the_requirements_of_the_selected_flavor_once(
+    machine: Machine, flavor: str
+) -> None:
     machine.run(
         "setup_env.sh",
         MEGATRON_ASYNC_FLAVOR=flavor,
         MEGATRON_ASYNC_PYTHON=sys.executable,
-        **{"CODE_--disable-pip-version-check": "0"},  # the stand-in's answer to every call of pip
+        **{"CODE_--disable-pip-version-check": "0"},  # exit code of the stand-in for every pip call
     )
     installed = {word for call in machine.calls("python") for word in call.arguments}
     files = {Path(word).name for word in installed if "requirements" in word}
-    beside = f"requirements-{'cpu-nodeps' if flavor == 'cpu' else 'gpu-lock'}.txt"
-    assert files == {f"requirements-{flavor}.txt", beside}
+    second_file = f"requirements-{'cpu-nodeps' if flavor == 'cpu' else 'gpu-lock'}.txt"
+    assert files == {f"requirements-{flavor}.txt", second_file}
     note = machine.root / "venv" / ".megatron_async-run"
     assert note.read_text().split()[0] == flavor
     before = len(machine.calls("python"))
     assert machine.run("setup_env.sh", MEGATRON_ASYNC_FLAVOR=flavor).returncode == 0
-    assert len(machine.calls("python")) == before, "what is set up is left alone"
+    assert len(machine.calls("python")) == before, (
+        "an installed environment must not be installed again"
+    )
 
 
 def test_setup_refuses_a_group_that_does_not_exist(machine: Machine) -> None:
@@ -157,7 +163,8 @@ def test_setup_shows_the_end_of_its_log_when_pip_fails(machine: Machine) -> None
 
 
 def interpreter(path: Path, then: str) -> None:
-    """Write an interpreter that answers each `-c` program by `then`, a line of shell."""
+    """Write an interpreter stand-in; `then` contains the shell `case` branches that reply to its
+    `-c` programs."""
     script(path, f'#!/bin/sh\ncase "$2" in\n{then}\nesac\n')
 
 
@@ -165,8 +172,11 @@ VERSION_IS_RIGHT = "*version_info*) exit 0;;"
 COMPLETE = f"{VERSION_IS_RIGHT}\n*ensurepip*) exit 0;;"
 
 
-def set_up(folder: Path, free_gib: int = 99, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the quickstart with the interpreters in `folder` and a disk that has `free_gib` free."""
+def quickstart_setup(
+    folder: Path, free_gib: int = 99, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the quickstart script with the interpreters in `folder` and a disk that has `free_gib`
+    free."""
     space = f"echo Filesystem; echo x 9 9 {free_gib << 20} 0% /"
     script(folder / "df", f"#!/bin/sh\n{space}\n")
     return subprocess.run(
@@ -183,7 +193,7 @@ def set_up(folder: Path, free_gib: int = 99, **variables: str) -> subprocess.Com
 
 
 @pytest.mark.parametrize(
-    ("answers", "message"),
+    ("replies", "message"),
     [
         ("*version_info*) exit 1;;", "Python 3.11 to 3.13 is needed (cpu packages)"),
         (
@@ -194,21 +204,21 @@ def set_up(folder: Path, free_gib: int = 99, **variables: str) -> subprocess.Com
     ids=["version", "venv"],
 )
 def test_setup_checks_the_interpreter_before_it_writes_anything(
-    tmp_path: Path, answers: str, message: str
+    tmp_path: Path, replies: str, message: str
 ) -> None:
     for name in ("python3.11", "python3.12", "python3.13", "python3"):
-        interpreter(tmp_path / name, answers)
-    done = set_up(tmp_path)
+        interpreter(tmp_path / name, replies)
+    done = quickstart_setup(tmp_path)
     assert done.returncode == 2
     (shown,) = done.stderr.splitlines()
     assert message in shown
     assert not (tmp_path / "disk").exists() and done.stdout == ""
 
 
-def test_setup_takes_the_next_interpreter_when_one_lacks_venv(tmp_path: Path) -> None:
+def test_setup_uses_the_next_interpreter_when_the_first_lacks_venv(tmp_path: Path) -> None:
     interpreter(tmp_path / "python3.11", f"{VERSION_IS_RIGHT}\n*ensurepip*) exit 1;;")
     interpreter(tmp_path / "python3.12", COMPLETE)
-    done = set_up(tmp_path)
+    done = quickstart_setup(tmp_path)
     log = (tmp_path / "disk" / "venv" / "setup.log").read_text()
     assert log.startswith(f"== {tmp_path / 'python3.12'} -m venv"), done.stderr
 
@@ -239,34 +249,34 @@ def test_setup_checks_the_free_disk_space_first(
     tmp_path: Path, variables: dict[str, str], needed: int
 ) -> None:
     interpreter(tmp_path / "python3.11", COMPLETE)
-    done = set_up(tmp_path, free_gib=3, **variables)
+    done = quickstart_setup(tmp_path, free_gib=3, **variables)
     assert done.returncode == 2
     assert f"{tmp_path / 'disk'} has 3 GiB of free space; {needed} are needed." in done.stderr
     assert not (tmp_path / "disk" / "venv").exists()
 
 
-def test_a_flavor_that_does_not_exist_is_refused(machine: Machine) -> None:
+def test_setup_refuses_a_flavor_that_does_not_exist(machine: Machine) -> None:
     done = machine.run("setup_env.sh", MEGATRON_ASYNC_FLAVOR="tpu")
     assert done.returncode == 2
     assert "MEGATRON_ASYNC_FLAVOR is 'tpu'; it must be cpu or gpu" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["sft", "eval", "convert"])
-def test_a_job_of_one_node_runs_its_command_unbound_and_ends_with_its_code(
+def test_one_node_job_runs_its_command_unbound_and_returns_its_exit_code(
     machine: Machine, command: str
 ) -> None:
     done = machine.run(f"slurm/{command}.sbatch", "--config", "a file.yaml", "name=x")
     assert done.returncode == 7, done.stderr
     (srun,) = machine.calls("srun")
-    assert "--cpu-bind=none" in srun.arguments, "one task uses all cores of its node"
+    assert "--cpu-bind=none" in srun.arguments, "the task must be able to use all cores of its node"
     (python,) = machine.calls("python")
-    wanted = ["-P", "-m", "megatron_async.cli", command, "--config", "a file.yaml", "name=x"]
-    assert python.arguments == wanted
+    expected = ["-P", "-m", "megatron_async.cli", command, "--config", "a file.yaml", "name=x"]
+    assert python.arguments == expected
 
 
 @pytest.mark.parametrize("export", ["NONE", "HOME"])
 @pytest.mark.parametrize("command", ["sft", "eval", "convert", "train"])
-def test_tasks_get_what_the_script_exports_when_sbatch_exports_nothing(
+def test_job_tasks_get_exported_variables_when_sbatch_exports_none(
     machine: Machine, command: str, export: str
 ) -> None:
     setup = machine.root / "site.sh"
@@ -293,7 +303,7 @@ def test_tasks_get_what_the_script_exports_when_sbatch_exports_nothing(
     assert command != "sft" or calls[0].arguments[-4:] == ["--session", "71.0", "--index", "0"]
 
 
-def test_hooks_for_modules_and_containers(machine: Machine) -> None:
+def test_job_script_applies_the_module_and_container_hooks(machine: Machine) -> None:
     setup = machine.root / "site.sh"
     setup.write_text('module() { export LOADED="$1 ${UNSET_HERE:-}$UNSET_HERE"; }\nmodule cuda\n')
     machine.run(
@@ -307,32 +317,36 @@ def test_hooks_for_modules_and_containers(machine: Machine) -> None:
     assert srun.environment["LOADED"].strip() == "cuda"
 
 
-def test_a_container_has_its_own_environment(machine: Machine) -> None:
-    """The host's `.venv` may not be there, or be another's; the image has one in /opt/venv."""
+def test_container_job_uses_the_virtual_environment_of_its_image(machine: Machine) -> None:
+    """The host's `.venv` may be missing in the container, or may belong to another image; the image
+    has a virtual environment in /opt/venv."""
     arguments = ("runs/a", "--index", "0", "--count", "1", "--session", "s")
     image = {"MEGATRON_ASYNC_SRUN_ARGS": "--container-image=/images/a.sqsh"}
     machine.run("slurm/eval.sbatch", *arguments, MEGATRON_ASYNC_VENV="", **image)
     machine.run("slurm/eval.sbatch", *arguments, **image)
     default, chosen = machine.calls("srun")
     assert "/opt/venv/bin/python" in default.arguments
-    assert f"{machine.root}/venv/bin/python" in chosen.arguments, "what is set wins"
+    assert f"{machine.root}/venv/bin/python" in chosen.arguments, (
+        "the variable of the user must win"
+    )
 
 
-def test_the_code_of_the_scripts_is_compared_with_that_of_every_role(
+def test_node_role_compares_its_code_with_that_of_the_launch_script(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An image keeps the code that it was built with."""
+    """A container image keeps the code that it was built with, so its code may be older than the
+    script."""
     arguments = ("runs/a", "--index", "0", "--count", "1", "--session", "s")
     machine.run("torchrun/trainer.sh", *arguments)
     (python,) = machine.calls("python")
     assert python.environment[CODE_VARIABLE] == code_digest()
-    for digest, sentence in (
+    for digest, message in (
         (code_digest(), "there is no run"),
         ("0" * 64, "differs from the code of the launch script. Rebuild the image"),
     ):
         monkeypatch.setenv(CODE_VARIABLE, digest)
         assert node.main(["trainer", *arguments]) == 2
-        assert sentence in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -346,21 +360,23 @@ def test_the_code_of_the_scripts_is_compared_with_that_of_every_role(
         (["--trainers=1", "runs/a"], "--trainer-nodes=8 runs/NAME"),
     ],
 )
-def test_a_wrong_split_of_nodes_is_refused_with_code_2(
+def test_train_script_exits_with_2_when_the_node_split_is_invalid(
     machine: Machine, arguments: list[str], message: str
 ) -> None:
     run = machine.with_nodes("n1 n2 n3")
     done = machine.run("slurm/train.sbatch", *arguments, SLURM_JOB_NODELIST="n[1-3]")
     assert done.returncode == 2
     assert message in done.stderr
-    assert not (run / "launch").exists(), "nothing half-made"
+    assert not (run / "launch").exists(), "a refused job must write no launch directory"
 
 
 @pytest.mark.parametrize(
     ("codes", "restarts", "code", "requeued"),
     [
         pytest.param((0, 0), 0, 0, False, id="complete"),
-        pytest.param((0, 0), 0, 0, True, id="a node lost before a resume of a complete run began"),
+        pytest.param(
+            (0, 0), 0, 0, True, id="a node lost before a resume of a complete run started"
+        ),
         pytest.param((75, 75), 9, 0, True, id="stopped with a checkpoint"),
         pytest.param((1, 1), 0, 0, True, id="a component failed"),
         pytest.param((1, 1), 3, 1, False, id="a component failed once too often"),
@@ -369,11 +385,11 @@ def test_a_wrong_split_of_nodes_is_refused_with_code_2(
         pytest.param((1, 2), 0, 2, False, id="bad input, found by the rollout side"),
     ],
 )
-def test_what_the_roles_report_decides_whether_the_job_is_queued_again(
+def test_train_job_is_requeued_according_to_the_exit_codes_of_its_roles(
     machine: Machine, codes: tuple[int, int], restarts: int, code: int, requeued: bool
 ) -> None:
-    asked = machine.root / "requeued"
-    run = machine.with_nodes("n1 n2", f'[ "$1" = requeue ] && echo "$2" >{asked} && exit')
+    requeue_file = machine.root / "requeued"
+    run = machine.with_nodes("n1 n2", f'[ "$1" = requeue ] && echo "$2" >{requeue_file} && exit')
     (run / "outcome").write_text("complete")
     if codes == (0, 0) and requeued:
         (run / "config.resume.yaml").touch()
@@ -389,7 +405,7 @@ def test_what_the_roles_report_decides_whether_the_job_is_queued_again(
         CODE_rollout=str(rollout),
     )
     assert done.returncode == code, done.stdout + done.stderr
-    assert asked.exists() == requeued
+    assert requeue_file.exists() == requeued
     roles = {call.arguments[3]: call.arguments for call in machine.calls("python")}
     for role in ("trainer", "rollout"):
         assert roles[role][4:] == [
@@ -415,9 +431,9 @@ echo "arguments $*"
         (True, {"MEGATRON_ASYNC_VENV": "{here}/mine"}, "mine-cpu", "", "cpu"),
         (True, {"MEGATRON_ASYNC_FLAVOR": "gpu"}, ".venv", "all", "gpu"),
     ],
-    ids=["no GPU", "a GPU", "a GPU and an environment for it", "a GPU that is asked for"],
+    ids=["no GPU", "a GPU", "a GPU and an environment for it", "a requested GPU"],
 )
-def test_it_runs_on_the_cpu_wherever_it_is(
+def test_quickstart_script_uses_the_cpu_unless_gpus_are_requested(
     tmp_path: Path,
     gpu: bool,
     variables: dict[str, str],

@@ -1,9 +1,9 @@
-"""A run through train.sbatch on a real Slurm cluster of two virtual nodes.
+"""Tests a run through train.sbatch on a real Slurm cluster of two virtual nodes.
 
-Two trainer ranks on one node, the engine on the other. One job lives through all that a long run
-meets: the signal before its time limit, a lost node; each time it is queued again by itself, goes
-on from its checkpoint, and in the end every trajectory was trained on at most once and every step
-exactly once. Its checkpoint is then exported by a job of its own.
+Two trainer ranks run on one node, and the engine runs on the other. One job experiences the typical
+events of a long run: the signal before its time limit, and a lost node. After each event the job is
+requeued automatically and resumes from its checkpoint. In the end, every step was trained exactly
+once, and every trajectory at most once. A separate job then exports the checkpoint.
 """
 
 from __future__ import annotations
@@ -46,15 +46,16 @@ pytestmark = [
 ENVIRONMENT = {
     "MEGATRON_ASYNC_ROOT": str(ROOT),
     "MEGATRON_ASYNC_VENV": str(Path(sys.executable).parents[1]),
-    # A component that fails ends the test at once instead of being tried again.
+    # With no requeue permitted, a failed component ends the test immediately.
     "MEGATRON_ASYNC_MAX_REQUEUES": "0",
 }
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 STEPS = 10
-# Not reached by the signal, so that the checkpoint it leads to is its own.
+# Larger than the number of steps at the signal, so that the checkpoint found after the signal was
+# caused by the signal.
 CHECKPOINT_EVERY = 8
 GROUPS, GROUP_SIZE = 4, 4
-# Ray, an engine, the trainers and two steps from nothing: about a minute on two idle cores.
+# Starting Ray, an engine and the trainers, and two steps, take about a minute on two idle cores.
 START_SECONDS = 300
 SETTINGS = f"""
 name: slurm
@@ -77,13 +78,13 @@ telemetry: {{progress: lines, trackers: []}}
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[SlurmCluster]:
-    with SlurmCluster(tmp_path / "cluster") as up:
-        yield up
+    with SlurmCluster(tmp_path / "cluster") as started:
+        yield started
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunDirectory, Path]:
-    """A run directory and its job script, as `megatron-async launch --slurm` writes it."""
+    """Return a run directory and its job script, as `megatron-async launch --slurm` writes them."""
     build_tiny_model(tmp_path / "model", seed=1)
     settings = tmp_path / "c.yaml"
     settings.write_text(SETTINGS)
@@ -108,7 +109,7 @@ def all_logs(directory: RunDirectory) -> str:
 
 
 def processes_of(directory: RunDirectory) -> list[psutil.Process]:
-    """Everything that runs for this run directory."""
+    """Return all processes whose command line contains the path of this run directory."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         if any(str(directory.path) in part for part in process.info["cmdline"] or ()):
@@ -117,16 +118,16 @@ def processes_of(directory: RunDirectory) -> list[psutil.Process]:
 
 
 class Job:
-    """The run's job on the cluster: what it has done, and waits that end when it does."""
+    """Job of the run on the cluster; its waits fail as soon as the job ends."""
 
     def __init__(self, cluster: SlurmCluster, directory: RunDirectory, job_file: Path) -> None:
         self._cluster = cluster
         self._directory = directory
-        self._began = time.monotonic()
+        self._start_time = time.monotonic()
         self.id = cluster.submit(job_file, environment=ENVIRONMENT)
 
-    def report(self, what: str) -> None:
-        print(f"{time.monotonic() - self._began:6.1f} s  {what}")
+    def report(self, event: str) -> None:
+        print(f"{time.monotonic() - self._start_time:6.1f} s  {event}")
 
     def wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -145,14 +146,14 @@ class Job:
         return self._cluster.wait_for(self.id, ENDED, START_SECONDS)
 
 
-def test_preemption_and_a_lost_node_cost_no_trajectory(
+def test_slurm_run_trains_every_step_once_after_preemption_and_lost_node(
     cluster: SlurmCluster, run: tuple[RunDirectory, Path]
 ) -> None:
     directory, job_file = run
     job = Job(cluster, directory, job_file)
-    assert_ray_wants_its_token(job, directory)
+    assert_ray_requires_its_token(job, directory)
     job.wait_for_steps(2)
-    assert_the_engine_wants_its_key(directory)
+    assert_engine_requires_its_key(directory)
     assert_only_ranks_on_the_trainer_node(directory)
     job.report("two steps done; the signal before the time limit")
     cluster.signal_batch(job.id, "USR1")
@@ -160,8 +161,8 @@ def test_preemption_and_a_lost_node_cost_no_trajectory(
     job.report("queued again")
     saved = list_checkpoints(directory.checkpoints)[0]
     done = steps_done(directory)
-    assert saved.step == done, "a step was trained on and not saved"
-    assert saved.step < CHECKPOINT_EVERY, "the checkpoint is one that was due anyway"
+    assert saved.step == done, "every trained step must be in the checkpoint"
+    assert saved.step < CHECKPOINT_EVERY, "the checkpoint must be the result of the signal"
 
     job.wait_for_steps(done + 2)
     job.report("resumed, two more steps; the engine's node is lost")
@@ -174,9 +175,9 @@ def test_preemption_and_a_lost_node_cost_no_trajectory(
     assert directory.outcome() is RunOutcome.COMPLETE
     assert_trained_once(directory)
     deadline = time.monotonic() + 30
-    while (left := processes_of(directory)) and time.monotonic() < deadline:
+    while (remaining := processes_of(directory)) and time.monotonic() < deadline:
         time.sleep(0.3)
-    assert not left
+    assert not remaining
 
     exported = directory.path.parent / "exported"
     arguments = ("megatron-to-hf", "--src", str(directory.path), "--dst", str(exported))
@@ -187,24 +188,26 @@ def test_preemption_and_a_lost_node_cost_no_trajectory(
     job.report("exported")
 
 
-def assert_ray_wants_its_token(job: Job, directory: RunDirectory) -> None:
-    """Ray listens on the node's address; who does not show the session's token is sent away."""
+def assert_ray_requires_its_token(job: Job, directory: RunDirectory) -> None:
+    """Assert that Ray, which listens on the node's address, refuses clients without the session's
+    token."""
     session = directory.path / "launch" / f"{job.id}.0"
     job.wait_until((session / "ray.json").exists, START_SECONDS)
     address = json.loads((session / "ray.json").read_text())["address"]
 
-    def ask(**variables: str) -> int:
+    def ray_status(**variables: str) -> int:
         command = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
         environment = {**os.environ, **variables}
         return subprocess.run(command, env=environment, capture_output=True, timeout=60).returncode
 
-    assert ask(RAY_AUTH_MODE="disabled") != 0
+    assert ray_status(RAY_AUTH_MODE="disabled") != 0
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(session / "ray-token")}
-    assert ask(**token) == 0
+    assert ray_status(**token) == 0
 
 
-def assert_the_engine_wants_its_key(directory: RunDirectory) -> None:
-    """The engine listens on its node's address only, and no command line shows its key."""
+def assert_engine_requires_its_key(directory: RunDirectory) -> None:
+    """Assert that the engine listens only on its node's address, and that no command line shows its
+    key."""
     key = load_config(directory.config_file).engines.api_key
     lines = [
         " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
@@ -214,17 +217,17 @@ def assert_the_engine_wants_its_key(directory: RunDirectory) -> None:
     [server] = [line for line in lines if "engines.sglang.server" in line and model in line]
     host, port = (server.split(option)[1].split()[0] for option in ("--host=", "--port="))
     assert host == node_address()
-    answers = []
+    statuses = []
     for headers in ({}, {"Authorization": f"Bearer {key}"}):
         connection = http.client.HTTPConnection(host, int(port), timeout=20)
         connection.request("GET", "/get_model_info", headers=headers)
-        answers.append(connection.getresponse().status)
+        statuses.append(connection.getresponse().status)
         connection.close()
-    assert answers == [http.client.UNAUTHORIZED, http.client.OK]
+    assert statuses == [http.client.UNAUTHORIZED, http.client.OK]
 
 
 def assert_only_ranks_on_the_trainer_node(directory: RunDirectory) -> None:
-    """Manager, engines and scorers run on the other node only."""
+    """Assert that the manager, the engines and the scorers run only on the other node."""
     nodes: dict[str, list[str]] = {"rollout": [], "trainer": []}
     for process in processes_of(directory):
         command = process.cmdline()
@@ -240,7 +243,7 @@ def assert_only_ranks_on_the_trainer_node(directory: RunDirectory) -> None:
 
 
 def assert_trained_once(directory: RunDirectory) -> None:
-    """Along the surviving lineage: every step once, no trajectory in two batches."""
+    """Assert that the surviving lineage has every step once, and no trajectory in two batches."""
     with closing(StoreReader(directory.store_file)) as reader:
         content = reader.content()
     consumption = Consumption.at(content.tree, content.tree.newest)
@@ -255,10 +258,10 @@ def assert_trained_once(directory: RunDirectory) -> None:
     assert int(lines[-1]["lineage"]) == 2
 
 
-def test_slurm_takes_the_job_script_when_names_and_options_are_odd(
+def test_slurm_accepts_the_job_script_when_names_and_options_are_odd(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
-    """Its script is run too, up to the first srun, whose command is a stand-in."""
+    """The job script is executed up to the first srun, whose command is a stand-in."""
     name = 'two words 50%j a#b it\'s "so"; b & $HOME'
     build_tiny_model(tmp_path / "model", seed=1)
     settings = tmp_path / "c.yaml"
@@ -288,19 +291,19 @@ def test_slurm_takes_the_job_script_when_names_and_options_are_odd(
         assert f"role: {role}, run: {root}/{name}\n" in log.read_text()
 
 
-# ------------------------------------------------------------ the time of a stop
+# ------------------------------------------------------------ seconds of a stop
 
 SAVE_SECONDS = 6
-# Stand-in for both roles: trainers whose save takes seconds after the signal, and a rollout side
-# that ends after it, or with its session.
+# Stand-in for both roles. As trainer, its save takes seconds after the signal. As rollout, it ends
+# after the save, or with its session.
 # Called as `python -P -m MODULE ROLE RUN --index I --count N --session S`.
 ROLE = f"""#!/usr/bin/env bash
 role=$4 run=$5 session=${{11}}
 control="$run/launch/$session"
 touch "$control/$role.up"
-until_there() {{ until [ -e "$1" ] || [ -e "$2" ]; do sleep 0.1; done; }}
-if [ "$role" = rollout ]; then until_there "$run/saved" "$control/closed"; exit 75; fi
-until_there "$control/stop" "$control/stop"
+wait_for_file() {{ until [ -e "$1" ] || [ -e "$2" ]; do sleep 0.1; done; }}
+if [ "$role" = rollout ]; then wait_for_file "$run/saved" "$control/closed"; exit 75; fi
+wait_for_file "$control/stop" "$control/stop"
 end=$((SECONDS + {SAVE_SECONDS}))
 while [ $SECONDS -lt $end ]; do
   [ -e "$control/closed" ] && exit 75
@@ -312,7 +315,8 @@ exit 75
 
 
 def submit(cluster: SlurmCluster, folder: Path, stop: int) -> tuple[str, RunDirectory]:
-    """A job as `launch` writes it, whose trainers may take `stop` seconds."""
+    """Submit a job as `launch` writes it, in which a stop may take `stop` seconds; return the job
+    ID and the run directory."""
     directory = RunDirectory(folder / f"run{stop}")
     directory.logs.mkdir(parents=True)
     directory.config_file.write_text("name: x\n")
@@ -330,21 +334,21 @@ def submit(cluster: SlurmCluster, folder: Path, stop: int) -> tuple[str, RunDire
     return cluster.submit(job_file, environment=environment), directory
 
 
-def is_up(directory: RunDirectory) -> bool:
+def has_both_roles(directory: RunDirectory) -> bool:
     return len(list(directory.path.glob("launch/*/*.up"))) == 2
 
 
-def queued_again(cluster: SlurmCluster, job: str) -> bool:
+def is_requeued(cluster: SlurmCluster, job: str) -> bool:
     return cluster.restarts(job) == 1
 
 
-def test_a_save_has_the_seconds_of_the_job_and_no_more(tmp_path: Path) -> None:
+def test_save_is_cut_off_when_it_exceeds_the_stop_seconds_of_the_job(tmp_path: Path) -> None:
     with SlurmCluster(tmp_path / "cluster", nodes=4) as cluster:
         jobs = [submit(cluster, tmp_path, stop) for stop in (2 * SAVE_SECONDS, 2)]
         for job, directory in jobs:
-            cluster.wait_until(partial(is_up, directory), 30)
+            cluster.wait_until(partial(has_both_roles, directory), 30)
             cluster.signal_batch(job, "USR1")
         for job, _ in jobs:
-            cluster.wait_until(partial(queued_again, cluster, job), 60)
+            cluster.wait_until(partial(is_requeued, cluster, job), 60)
         saved = [(directory.path / "saved").exists() for _, directory in jobs]
     assert saved == [True, False]

@@ -1,4 +1,4 @@
-"""An installed wheel works from any directory, without a clone."""
+"""Tests that an installed wheel works from any directory, without a clone of the repository."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.one_core]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment with both wheels; what they need comes from this one."""
+    """Return the interpreter of an environment that has both wheels; their dependencies come from
+    the environment of the tests."""
     folder = tmp_path_factory.mktemp("wheel")
     wheels = folder / "wheels"
     sources = [str(ROOT), str(ROOT / "kernels")]
@@ -26,9 +27,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _run([sys.executable, "-m", "pip", *build], folder)
     _run([sys.executable, "-m", "venv", "--without-pip", "env"], folder)
     python = folder / "env" / "bin" / "python"
-    # Not read as a site directory: the editable installation of this environment stays unseen.
+    # A .pth file adds the packages without reading their own .pth files, so that the editable
+    # installation in the environment of the tests stays invisible.
     site = next((folder / "env" / "lib").glob("python*")) / "site-packages"
-    (site / "needs.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     names = [str(wheel) for wheel in wheels.iterdir()]
     install = ["--python", str(python), "install", "--no-deps", "--no-index", "-q", *names]
     _run([sys.executable, "-m", "pip", *install], folder)
@@ -48,12 +50,12 @@ def _command(installed: Path, folder: Path, *arguments: str) -> str:
     return _run([str(installed.parent / "megatron-async"), *arguments], folder)
 
 
-def test_doctor_and_help(installed: Path, tmp_path: Path) -> None:
+def test_wheel_runs_doctor_and_help(installed: Path, tmp_path: Path) -> None:
     assert "Python" in _command(installed, tmp_path, "doctor")
     assert "tiny model" in _command(installed, tmp_path, "quickstart", "--help")
 
 
-def test_a_dry_run_names_the_scripts_and_the_environment_of_the_wheel(
+def test_dry_run_names_the_scripts_and_the_environment_of_the_wheel(
     installed: Path, tmp_path: Path
 ) -> None:
     build_tiny_model(tmp_path / "model", seed=0)
@@ -67,7 +69,7 @@ def test_a_dry_run_names_the_scripts_and_the_environment_of_the_wheel(
     assert f"MEGATRON_ASYNC_VENV={installed.parents[1]}" in out
 
 
-def test_a_file_of_the_users_own_goes_before_a_shipped_one(
+def test_existing_prefers_the_users_file_to_the_shipped_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,5 @@
-"""What belongs to which attempt of the trainer, and which settings its rank gives away."""
+"""Tests attempts of the trainer: their restart count, the failures that belong to them, and the
+settings that trackers get."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ from megatron_async.trainer.device import import_megatron
     [
         ("3", 3, "0", 0),
         ("3", 5, "2", 2),
-        ("3", 5, "0", 2),  # this node's agent has seen a change of members, which it counts as none
-        ("3", 3, "1", 1),  # the attempt before ended before it had a lineage
+        ("3", 5, "0", 2),  # This node's agent counts a change of members as no restart.
+        ("3", 3, "1", 1),  # The attempt before had ended before it had a lineage.
         (None, 7, "0", 0),
     ],
 )
@@ -58,13 +59,15 @@ def test_begin_attempt_removes_only_failures_of_earlier_attempts(
     assert begin_attempt(directory) == "the disk was full"
     assert capfd.readouterr().out == f"{ATTEMPT_LINE}\n"
     assert directory.pop_failure() is None
-    directory.report_failure("no room again", 1, current_attempt())
+    directory.report_failure("the disk is full again", 1, current_attempt())
     begin_attempt(directory)
-    left = directory.pop_failure()
-    assert left is not None and left["message"] == "no room again", "that of this attempt stays"
+    remaining = directory.pop_failure()
+    assert remaining is not None and remaining["message"] == "the disk is full again", (
+        "the failure of this attempt must stay"
+    )
 
 
-def test_a_tracker_gets_every_setting_but_the_engines_key(
+def test_tracker_gets_all_settings_except_the_engine_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import_megatron()

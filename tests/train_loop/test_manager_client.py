@@ -1,4 +1,5 @@
-"""How long the trainer waits for the rollout side to be there, and for each of its answers."""
+"""Tests how long the trainer waits for the rollout side to start, and for the result of each
+call."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ from megatron_async.train_loop.stop import StopAsked
 from megatron_async.trajectory.types import PolicyVersion
 
 
-class NotingLink(RemoteLink):
-    """Records the limit of every call in place of making it."""
+class RecordingLink(RemoteLink):
+    """Link that records the time limit of every call instead of making the call."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -36,23 +37,24 @@ class NotingLink(RemoteLink):
         self.limits[what(CallRecorder(), 0).method] = limit
 
 
-def test_an_evaluation_may_take_longer_than_an_update() -> None:
-    link = NotingLink(
+def test_evaluate_call_has_a_longer_limit_than_update_calls() -> None:
+    link = RecordingLink(
         build_config({"eval": {"timeout_seconds": 5000}, "weights": {"timeout_seconds": 7}})
     )
     link.end_update(0, [], False)
     link.verify_update(0, None, False)
     link.evaluate(0)
     assert link.limits["end_update"] < 60
-    assert link.limits["evaluate"] > 5000, "the rollout side gives up first, with its reason"
+    assert link.limits["evaluate"] > 5000, "the rollout side must fail first, with its reason"
 
 
 class Manager:
-    """A placed manager: `absent` is raised first; an answer is there at the second look."""
+    """Remote manager that first raises the exceptions in `absent`, and returns results on the
+    second poll."""
 
     def __init__(self, absent: Sequence[Exception] = ()) -> None:
-        self.trouble = list(absent)
-        self.asked: list[tuple[str, tuple[Any, ...]]] = []
+        self.failures = list(absent)
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
     def find(self, name: str, what: type) -> Manager:
         assert (name, what) == (MANAGER_NAME, ManagerHost)
@@ -60,29 +62,29 @@ class Manager:
 
     def call_blocking(self, what: Any, *, limit: float, while_waiting: Callable[[], None]) -> None:
         [call] = recorded(what).arguments
-        self.asked.append((call.method, call.arguments))
-        if self.trouble:
-            raise self.trouble.pop(0)
+        self.calls.append((call.method, call.arguments))
+        if self.failures:
+            raise self.failures.pop(0)
         while_waiting()
 
     @property
     def methods(self) -> list[str]:
-        return [method for method, _ in self.asked]
+        return [method for method, _ in self.calls]
 
 
 def link(manager: Any, *, stop: bool = False, config: RunConfig | None = None) -> RemoteLink:
     return RemoteLink(config or build_config({}), manager, lambda: stop)
 
 
-def test_attach_waits_for_the_manager() -> None:
+def test_attach_retries_until_the_manager_is_available() -> None:
     manager = Manager([RemoteObjectLost("not started yet"), NotAttached("lost half-way")])
-    ours = link(manager)
-    ours.attach(ResumePoint(0))
-    ours.attach(ResumePoint(0))
+    attached = link(manager)
+    attached.attach(ResumePoint(0))
+    attached.attach(ResumePoint(0))
     assert manager.methods == ["attach"] * 4
 
 
-def test_a_manager_that_never_comes_is_named() -> None:
+def test_attach_fails_when_the_manager_never_starts() -> None:
     config = build_config({"engines": {"start_timeout_seconds": 0.1}})
     manager = Manager([RemoteObjectLost("rollout-manager is not there")] * 1000)
     with (
@@ -94,7 +96,7 @@ def test_a_manager_that_never_comes_is_named() -> None:
         link(manager, config=config).attach(ResumePoint(0))
 
 
-def test_a_manager_that_is_dead_for_good_is_not_waited_for() -> None:
+def test_attach_fails_immediately_when_the_manager_is_dead() -> None:
     manager = Manager([RemoteObjectDead("rollout-manager has died")] * 1000)
     with pytest.raises(ComponentFailure, match="rollout-manager has died"):
         link(manager).attach(ResumePoint(0))
@@ -102,13 +104,13 @@ def test_a_manager_that_is_dead_for_good_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("lost", [RemoteObjectLost("it has died"), NotAttached("a new manager")])
-def test_a_manager_that_is_lost_in_a_call_is_attached_to_again(lost: Exception) -> None:
+def test_call_raises_manager_lost_when_the_manager_fails_during_it(lost: Exception) -> None:
     manager = Manager()
-    ours = link(manager)
-    ours.attach(ResumePoint(0))
-    manager.trouble = [lost]
+    attached = link(manager)
+    attached.attach(ResumePoint(0))
+    manager.failures = [lost]
     with pytest.raises(ManagerLost, match=str(lost)):
-        ours.next_batch()
+        attached.next_batch()
 
 
 CALLS: dict[str, Callable[[RolloutLink], Any]] = {
@@ -124,39 +126,40 @@ CALLS: dict[str, Callable[[RolloutLink], Any]] = {
 
 
 @pytest.mark.parametrize("method", CALLS)
-def test_every_call_carries_the_lineage_of_its_trainer(method: str) -> None:
-    """So that the manager can refuse one that was replaced; and its parameters are those sent."""
+def test_every_manager_call_has_the_lineage_of_its_trainer(method: str) -> None:
+    """The manager uses the lineage to refuse superseded trainers. The sent parameters must match
+    the manager's signature."""
     manager = Manager()
-    ours = link(manager)
-    ours.attach(ResumePoint(3, 4))
-    CALLS[method](ours)
-    asked, sent = manager.asked[-1]
-    assert asked == method
-    taken = inspect.signature(getattr(RolloutManager, method)).bind(None, *sent)
-    assert taken.arguments["lineage"] == 3
-    assert {taken.arguments.get(name, 4) for name in ("step", "number")} == {4}
+    attached = link(manager)
+    attached.attach(ResumePoint(3, 4))
+    CALLS[method](attached)
+    called, sent = manager.calls[-1]
+    assert called == method
+    bound = inspect.signature(getattr(RolloutManager, method)).bind(None, *sent)
+    assert bound.arguments["lineage"] == 3
+    assert {bound.arguments.get(name, 4) for name in ("step", "number")} == {4}
 
 
 @pytest.mark.parametrize("method", CALLS)
-def test_what_may_take_long_is_given_up_when_the_run_is_asked_to_stop(method: str) -> None:
+def test_only_long_manager_calls_are_canceled_by_a_stop_request(method: str) -> None:
     manager = Manager()
-    ours = link(manager, stop=True)
-    ours.attach(ResumePoint(0))
+    attached = link(manager, stop=True)
+    attached.attach(ResumePoint(0))
     if method in ("next_batch", "evaluate"):
         with pytest.raises(StopAsked):
-            CALLS[method](ours)
+            CALLS[method](attached)
     else:
-        CALLS[method](ours)
+        CALLS[method](attached)
     assert manager.methods[-1] == method
 
 
-def test_colocated_engines_end_their_evaluation() -> None:
-    """They come to rest after it; only then may the trainer have the memory."""
+def test_evaluate_is_not_canceled_by_a_stop_when_engines_are_colocated() -> None:
+    """Colocated engines pause after the evaluation; only then may the trainer use the memory."""
     engines, schedule = {"placement": "colocated"}, {"preset": "rapid", "updates_per_batch": 2}
     weights = {"transport": "tensor"}
     config = build_config({"engines": engines, "schedule": schedule, "weights": weights})
     manager = Manager()
-    ours = link(manager, stop=True, config=config)
-    ours.attach(ResumePoint(0))
-    ours.evaluate(3)
+    attached = link(manager, stop=True, config=config)
+    attached.attach(ResumePoint(0))
+    attached.evaluate(3)
     assert manager.methods[-1] == "evaluate"

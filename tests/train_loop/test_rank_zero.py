@@ -1,4 +1,4 @@
-"""Ranks that wait for rank 0: longer than a collective may take, and never longer than it does."""
+"""Tests ranks that wait for rank 0, which may take longer than the timeout of a collective."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ COLLECTIVE_SECONDS = 1.0
 WORK_SECONDS = 2.5
 
 
-def answers_of_rank_zero() -> list[str]:
-    """Three times in a row: a slow answer, an error, and a quick answer."""
+def results_of_rank_zero() -> list[str]:
+    """Return what this rank got from rank 0 for three calls: a slow result, an error, and a quick
+    result."""
     import torch.distributed as dist
 
     from megatron_async.train_loop.rank_zero import RankZero
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_SECONDS))
     rank_zero = RankZero.with_timeout(10 * WORK_SECONDS)
-    heard = []
+    received = []
 
     def slow() -> str:
         time.sleep(WORK_SECONDS)
@@ -35,19 +36,19 @@ def answers_of_rank_zero() -> list[str]:
 
     for work in (slow, fails, lambda: "done"):
         try:
-            heard.append(rank_zero.run(work))
+            received.append(rank_zero.run(work))
         except ComponentFailure as error:
-            heard.append(str(error))
-    return heard
+            received.append(str(error))
+    return received
 
 
 @pytest.mark.slow
-def test_all_ranks_hear_what_rank_zero_heard_however_long_it_took() -> None:
-    heard = run_ranks(answers_of_rank_zero, 2, timeout_seconds=60)
-    assert heard == [["rank 0", "waited 1800 s for a batch", "done"]] * 2
+def test_all_ranks_get_results_and_errors_of_rank_zero_after_long_waits() -> None:
+    received = run_ranks(results_of_rank_zero, 2, timeout_seconds=60)
+    assert received == [["rank 0", "waited 1800 s for a batch", "done"]] * 2
 
 
-def test_the_patience_is_longer_than_each_limit_of_rank_zero() -> None:
+def test_patience_seconds_exceed_every_time_limit_of_rank_zero() -> None:
     for section, name in (
         ("trainer", "wait_for_batch_seconds"),
         ("engines", "start_timeout_seconds"),
@@ -59,10 +60,11 @@ def test_the_patience_is_longer_than_each_limit_of_rank_zero() -> None:
 
 
 @pytest.mark.parametrize(("max_stall_seconds", "limit_seconds"), [(0.0, 120.0), (600.0, 660.0)])
-def test_collectives_outlast_an_engine_that_holds_a_rank_up(
+def test_collective_timeout_exceeds_the_longest_stall_of_a_rank(
     max_stall_seconds: float, limit_seconds: float
 ) -> None:
-    """In the trainer's groups and in the default one: the sending rank is the first to give up."""
+    """Both the trainer's groups and the default group must wait longer than the sending rank, so
+    that this rank fails first."""
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state

@@ -1,4 +1,5 @@
-"""`score`: the trainer's log-probs of given tokens, the same at every layout."""
+"""Tests `score`, which computes the trainer's log-probs of given tokens; results are equal at every
+layout."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ from megatron_async.train_loop.score_rank import read_sequences, score
 from tests.distributed import run_ranks
 from tests.hf_models import VOCAB, random_stream, reference_logprobs, save_hf_model
 
-# Single tokens, a length that nothing divides, one beyond the budget of a microbatch.
+# Single tokens, a length that no layout divides, and a length beyond the budget of a microbatch.
 LENGTHS = (5, 17, 1, 9, 40, 2, 23, 3)
 TEMPERATURE = 0.7
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "alone": {},
+    "one rank": {},
     "dp4": {"ranks": 4},
     "tp2_pp2_sp": {"ranks": 4, "tensor": 2, "pipeline": 2, "sequence": True},
 }
@@ -36,7 +37,7 @@ def settings(folder: Path, layout: str) -> dict[str, Any]:
         "root": str(folder),
         "model": {"path": str(folder / "model"), "dtype": "float32"},
         "parallel": LAYOUTS[layout],
-        # Two parts of the rows for one rank, and several microbatches.
+        # Splits the rows into two chunks for one rank, and into several microbatches.
         "trainer": {"microbatch_tokens": 16, "collective_timeout_seconds": 60},
         "sampling": {"temperature": TEMPERATURE},
     }
@@ -44,7 +45,8 @@ def settings(folder: Path, layout: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model without a tokenizer, and rows; each token's mask is drawn, none of one row is set."""
+    """Return a folder with a model without a tokenizer, and rows with a random mask; one row has no
+    token with mask 1."""
     folder = tmp_path_factory.mktemp("score")
     save_hf_model("qwen3", folder / "model")
     ids_T, _ = random_stream(LENGTHS)
@@ -61,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> Scores:
-    """The log-probs of transformers where the mask is set."""
+    """Return the log-probs of transformers, with 0 at tokens with mask 0."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
@@ -87,7 +89,7 @@ def score_in_rank(changes: dict[str, Any], folder: Path, out: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_log_probs_are_those_of_transformers_at_every_layout(
+def test_scores_equal_transformers_log_probs_at_every_layout(
     layout: str, folder: Path, expected: Scores, tmp_path: Path
 ) -> None:
     ranks = LAYOUTS[layout].get("ranks", 1)
@@ -97,10 +99,10 @@ def test_the_log_probs_are_those_of_transformers_at_every_layout(
 
 
 @pytest.mark.slow
-def test_the_command_starts_the_ranks_and_leaves_one_file(
+def test_score_command_starts_ranks_and_writes_one_file(
     folder: Path, expected: Scores, tmp_path: Path
 ) -> None:
-    (tmp_path / "c.yaml").write_text(json.dumps(settings(folder, "alone")))
+    (tmp_path / "c.yaml").write_text(json.dumps(settings(folder, "one rank")))
     out = tmp_path / "new" / "scores.safetensors"
     command = ["score", "--config", f"{tmp_path}/c.yaml", "--data", f"{folder}/rows.jsonl"]
     layout = ["parallel.ranks=2", "parallel.tensor=2", f"root={tmp_path}/runs"]
@@ -108,7 +110,9 @@ def test_the_command_starts_the_ranks_and_leaves_one_file(
     assert result.exception is None, result.output
     assert result.output == f"wrote the log-probs of {len(LENGTHS)} sequences to {out}\n"
     check_equal(load_file(out), expected)
-    assert out.stat().st_mode == (tmp_path / "c.yaml").stat().st_mode, "as umask gives it"
+    assert out.stat().st_mode == (tmp_path / "c.yaml").stat().st_mode, (
+        "the file must have the mode that umask gives"
+    )
     assert not any((tmp_path / "runs").iterdir())
     with pytest.raises(UserError, match=r"--out .*scores.safetensors exists"):
         CliRunner().invoke(app, [*command, "--out", str(out), *layout], catch_exceptions=False)
@@ -130,7 +134,9 @@ GOOD = '{"input_ids": [1, 2], "loss_mask": [0, 1]}'
         ('{"input_ids": [1, 2], "loss_mask": [0, 0.5]}', "loss_mask is [0, 0.5]"),
     ],
 )
-def test_a_bad_row_is_refused_with_its_line(row: str, message: str, tmp_path: Path) -> None:
+def test_read_sequences_error_names_the_line_of_an_invalid_row(
+    row: str, message: str, tmp_path: Path
+) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(f"{GOOD}\n\n{row}\n")
     with pytest.raises(UserError) as found:
@@ -139,8 +145,8 @@ def test_a_bad_row_is_refused_with_its_line(row: str, message: str, tmp_path: Pa
     assert message in str(found.value)
 
 
-def test_a_bad_row_is_refused_before_anything_starts(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text(json.dumps(settings(folder, "alone")))
+def test_score_command_starts_no_rank_when_a_row_is_invalid(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(json.dumps(settings(folder, "one rank")))
     (tmp_path / "rows.jsonl").write_text('{"input_ids": [1, 2]}\n')
     command = ["score", "--config", f"{tmp_path}/c.yaml", "--data", f"{tmp_path}/rows.jsonl"]
     with pytest.raises(UserError, match=r"rows\.jsonl:1: loss_mask is None"):

@@ -1,4 +1,5 @@
-"""A stop on a slow disk takes what `launch` asks Slurm for: a save under way, then its own."""
+"""Tests that a stop on a slow disk takes no longer than `launch` reserves with Slurm: a pending
+save, then the final save."""
 
 from __future__ import annotations
 
@@ -24,25 +25,26 @@ EVERY = 2
 
 
 def limit_writes(monkeypatch: pytest.MonkeyPatch, bytes_per_second: float) -> None:
-    """The disk takes no more than this."""
+    """Limit the write rate of checkpoint files."""
     add = PieceFile.add
 
-    def slowly(file: PieceFile, key: str, piece: Tensor) -> None:
+    def add_slowly(file: PieceFile, key: str, piece: Tensor) -> None:
         add(file, key, piece)
         time.sleep(piece.nbytes / bytes_per_second)
 
-    monkeypatch.setattr(PieceFile, "add", slowly)
+    monkeypatch.setattr(PieceFile, "add", add_slowly)
 
 
-def test_it_ends_in_the_time_that_the_notice_leaves_it(
+def test_train_loop_stop_ends_within_the_estimated_stop_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The signal comes as the step after a save begins, so that nothing of the save is done."""
+    """The signal arrives when the step after the start of a save begins, so that the save has
+    written nothing."""
     model = write_model(tmp_path / "model")
     size = Checkpoints.of(settings(model), shape_of(settings(model))).size
     checkpoint = {"every_steps": EVERY, "write_gb_per_s": size / WRITE_SECONDS / 1e9}
     config = settings(model, {"steps": 8, "checkpoint": checkpoint})
-    stop, asked = StopRequest(), []
+    stop, stop_times = StopRequest(), []
     directory = tmp_path / "checkpoints"
     monkeypatch.setattr(TrainLoop, "_publish", lambda loop: SimpleNamespace())
     monkeypatch.setattr(TrainLoop, "_write", lambda *_: None)
@@ -51,7 +53,7 @@ def test_it_ends_in_the_time_that_the_notice_leaves_it(
 
         def next_batch() -> Any:
             if trainer.step == EVERY:
-                asked.append(time.monotonic())
+                stop_times.append(time.monotonic())
                 stop._signalled = True
                 time.sleep(STEP_SECONDS)
             return ragged_batch(trainer.step)
@@ -71,10 +73,12 @@ def test_it_ends_in_the_time_that_the_notice_leaves_it(
             stop=stop,
         )
         assert loop.run() is False
-        took = time.monotonic() - asked[0]
+        elapsed = time.monotonic() - stop_times[0]
 
     assert [found.step for found in list_checkpoints(directory)] == [EVERY + 1, EVERY]
     on_disk = sum(file.stat().st_size for file in directory.rglob("*.safetensors"))
-    assert on_disk == pytest.approx(2 * size, rel=0.1), "what is counted on is what is written"
+    assert on_disk == pytest.approx(2 * size, rel=0.1), (
+        "the estimated size must equal the written size"
+    )
     expected = max(WRITE_SECONDS, STEP_SECONDS) + WRITE_SECONDS
-    assert 0.9 * expected < took < expected + 2.0
+    assert 0.9 * expected < elapsed < expected + 2.0

@@ -1,4 +1,5 @@
-"""A request to stop: by signal or by file, on any rank; the loop then keeps what was trained."""
+"""Tests requests to stop, by signal or by file on any rank, after which the loop saves the trained
+steps."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from megatron_async.train_loop.stop import STOP_FILE_VARIABLE, StopAsked, StopRe
 from tests.distributed import run_ranks
 
 
-def test_the_file_and_the_signal_both_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_request_is_raised_by_file_and_by_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(STOP_FILE_VARIABLE, str(tmp_path / "stop"))
     previous = signal.getsignal(signal.SIGUSR2)
     try:
@@ -32,7 +35,7 @@ def test_the_file_and_the_signal_both_ask(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 class Loop:
-    """A `TrainLoop` over stand-ins that count; steps are instantaneous."""
+    """`TrainLoop` over counting stand-ins, whose steps take no time."""
 
     def __init__(self, stop: StopRequest, *, every_steps: int, stop_after: int | None) -> None:
         from megatron_async.train_loop.loop import TrainLoop
@@ -87,39 +90,39 @@ class Loop:
             return self.loop.run()
 
 
-def stops(folder: Path) -> dict[str, tuple[bool, list[int]]]:
+def run_loops(folder: Path) -> dict[str, tuple[bool, list[int]]]:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     found = {}
     loop = Loop(StopRequest(), every_steps=4, stop_after=None)
-    found["never asked"] = (loop.run(), loop.saved)
+    found["no request"] = (loop.run(), loop.saved)
     loop = Loop(StopRequest(), every_steps=4, stop_after=6)
-    found["while waiting"] = (loop.run(), loop.saved)
+    found["while waiting for a batch"] = (loop.run(), loop.saved)
     loop = Loop(StopRequest(), every_steps=4, stop_after=4)
-    found["just saved"] = (loop.run(), loop.saved)
+    found["directly after a save"] = (loop.run(), loop.saved)
     loop = Loop(StopRequest(), every_steps=4, stop_after=10)
     found["in the last evaluation"] = (loop.run(), loop.saved)
-    # Only rank 1 hears of it.
+    # Only rank 1 gets the request.
     flag = folder / f"rank{dist.get_rank()}"
     if dist.get_rank() == 1:
         flag.touch()
     loop = Loop(StopRequest(flag), every_steps=4, stop_after=None)
-    found["one rank, at once"] = (loop.run(), loop.saved)
+    found["on one rank, before a step"] = (loop.run(), loop.saved)
     dist.destroy_process_group()
     return found
 
 
 @pytest.mark.slow
-def test_the_loop_stops_between_steps_on_all_ranks_with_a_checkpoint(tmp_path: Path) -> None:
-    began = time.monotonic()
-    results = run_ranks(stops, 2, tmp_path, timeout_seconds=60)
+def test_train_loop_stops_all_ranks_between_steps_with_a_checkpoint(tmp_path: Path) -> None:
+    started = time.monotonic()
+    results = run_ranks(run_loops, 2, tmp_path, timeout_seconds=60)
     assert results[0] == results[1]
     assert results[0] == {
-        "never asked": (True, [4, 8, 10]),
-        "while waiting": (False, [4, 6]),
-        "just saved": (False, [4]),
+        "no request": (True, [4, 8, 10]),
+        "while waiting for a batch": (False, [4, 6]),
+        "directly after a save": (False, [4]),
         "in the last evaluation": (False, [4, 8, 10]),
-        "one rank, at once": (False, []),
+        "on one rank, before a step": (False, []),
     }
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - started < 60

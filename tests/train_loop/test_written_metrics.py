@@ -1,4 +1,5 @@
-"""What the loop writes of a step beside the trainer's own numbers."""
+"""Tests the metrics and warnings that the train loop writes for a step in addition to the trainer's
+own metrics."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def written(update: UpdateReport) -> dict[str, float]:
     return line
 
 
-def test_how_far_engines_are_from_the_trainer_is_a_curve() -> None:
-    """Of every update that was verified; a step without one has a gap."""
+def test_step_line_has_probe_errors_only_when_weights_were_verified() -> None:
+    """Steps whose update was not verified have a gap in the curve of probe errors."""
     errors = {f"weights/probe_{name}": value for name, value in ERRORS.items()}
     line = written(UpdateReport(errors, passed=True, evaluation_due=False))
     assert {name: line[name] for name in errors} == errors
@@ -46,19 +47,19 @@ def test_how_far_engines_are_from_the_trainer_is_a_curve() -> None:
 
 
 def warnings_of(**counts: int) -> list[tuple[int, str, str]]:
-    """What is warned of when an evaluation of version 3 on the set `hard` has these counts."""
+    """Return the warnings of an evaluation of version 3 on the set `hard` that has these counts."""
     warnings: list[tuple[int, str, str]] = []
-    ignored = SimpleNamespace(write=lambda *_, **__: None, samples=lambda *_: None)
-    ignored.warn = lambda *warning: warnings.append(warning)
+    metrics = SimpleNamespace(write=lambda *_, **__: None, samples=lambda *_: None)
+    metrics.warn = lambda *warning: warnings.append(warning)
     result: Any = SimpleNamespace(name="hard", reward_max=1.0, samples=(), metrics=dict, **counts)
-    loop_with(ignored)._write_evaluations([Evaluation((result,), 3)])
+    loop_with(metrics)._write_evaluations([Evaluation((result,), 3)])
     return warnings
 
 
 @pytest.mark.parametrize(
     ("failed", "of", "warned"), [(0, 9, False), (1, 101, False), (2, 200, True)]
 )
-def test_answers_of_an_evaluation_without_a_score_are_named(
+def test_train_loop_warns_when_evaluation_responses_have_no_score(
     failed: int, of: int, warned: bool
 ) -> None:
     warnings = warnings_of(responses=of, score_failures=failed, refused=0)
@@ -69,7 +70,7 @@ def test_answers_of_an_evaluation_without_a_score_are_named(
     )
 
 
-def test_refused_prompts_of_an_evaluation_are_named_and_not_the_scorer() -> None:
+def test_train_loop_warns_of_refused_prompts_instead_of_the_scorer() -> None:
     ((step, name, message),) = warnings_of(responses=9, score_failures=0, refused=4)
     assert (step, name) == (3, "refused_eval_prompts")
     assert (

@@ -1,4 +1,5 @@
-"""Small models, settings and ragged batches that the trainer's and the checkpoints' tests share."""
+"""Provides small models, settings and ragged batches for the tests of the trainer and of
+checkpoints."""
 
 from __future__ import annotations
 
@@ -21,20 +22,22 @@ from megatron_async.trajectory.batch import TokenBatch
 
 SMALL = TinyModel(hidden_size=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn_size=96)
 
-# With an epsilon far above any gradient, Adam's first update is lr * gradient / eps: a step shows
-# the gradient as the optimizer saw it, through reduction, sharding and gathering.
+# With an epsilon far above any gradient, Adam's first update is lr * gradient / eps. Therefore a
+# step shows the gradient that reached the optimizer, after reduction, sharding and gathering.
 LINEAR_ADAM = {"lr": 1e6, "eps": 1e4, "clip_grad": 0.0, "betas": [0.9, 0.99]}
 GRADIENT_SCALE = LINEAR_ADAM["lr"] / LINEAR_ADAM["eps"]  # type: ignore[operator]
 
 
 def write_model(directory: Path, seed: int = 0) -> Path:
-    """A Qwen3 of 0.1 million parameters with tied embeddings, in Hugging Face format."""
+    """Write a Qwen3 model of 0.1 million parameters with tied embeddings, in Hugging Face format,
+    and return its directory."""
     random_model(SMALL, seed).save_pretrained(str(directory))
     return directory
 
 
 def settings(model_dir: Path, changes: Mapping[str, Any] | None = None) -> RunConfig:
-    """A run on `model_dir` with two microbatches or more for `ragged_batch`."""
+    """Return the config of a run on `model_dir` that splits `ragged_batch` into two or more
+    microbatches."""
     base = {
         "model": {"path": str(model_dir)},
         "trainer": {"microbatch_tokens": 128, "collective_timeout_seconds": 60},
@@ -45,7 +48,8 @@ def settings(model_dir: Path, changes: Mapping[str, Any] | None = None) -> RunCo
 
 
 def ragged_batch(step: int = 0, groups: int = 6, group_size: int = 4) -> TokenBatch:
-    """Sequences of 2 to 70 tokens; some with masked tokens in the middle, one never trained."""
+    """Return a batch of sequences of 2 to 70 tokens, in which some sequences have masked tokens in
+    the middle and one sequence has no trained token."""
     rng = np.random.default_rng(100 + step)
     count = groups * group_size
     lengths_S = np.minimum(2 + rng.geometric(0.06, count), 70)
@@ -78,7 +82,8 @@ def ragged_batch(step: int = 0, groups: int = 6, group_size: int = 4) -> TokenBa
 def trainer_session(
     config: RunConfig, *, lineage: int = 0, purpose: Any = "rl"
 ) -> Iterator[PolicyTrainer]:
-    """A trainer of this rank in its own parallel state; the process group stays for the next."""
+    """Provide a trainer of this rank in its own parallel state; the process group is kept for the
+    next session."""
     with device_adapter():
         init_parallel(config.parallel, config.trainer, config.seed)
         yield PolicyTrainer(config, lineage=lineage, purpose=purpose)
@@ -86,7 +91,7 @@ def trainer_session(
 
 @contextmanager
 def single_process() -> Iterator[None]:
-    """Ends the process group that a trainer in the test process itself has started."""
+    """End the process group that a trainer in the test process has started, after the block."""
     try:
         yield
     finally:
@@ -94,7 +99,8 @@ def single_process() -> Iterator[None]:
 
 
 def weights(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
-    """Hugging Face tensors of the whole model on rank 0, copied; empty elsewhere."""
+    """Return copies of the Hugging Face tensors of the complete model on rank 0, and an empty
+    mapping on other ranks."""
     return {
         name: tensor.clone()
         for name, tensor in sender_tensors(trainer.model, trainer.model[0].architecture)
@@ -104,7 +110,7 @@ def weights(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
 def relative_difference(
     ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]
 ) -> dict[str, float]:
-    """||ours - theirs|| / ||theirs|| of each tensor."""
+    """Return ||ours - theirs|| / ||theirs|| for each tensor."""
     assert ours.keys() == theirs.keys()
     return {
         name: float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in theirs

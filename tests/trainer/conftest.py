@@ -1,4 +1,5 @@
-"""Fixtures of tests that train: a small model that nobody changes, and the process group's end."""
+"""Provides fixtures for tests that train: a small model that no test changes, and the end of the
+process group."""
 
 from __future__ import annotations
 

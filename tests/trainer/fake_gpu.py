@@ -1,10 +1,11 @@
-"""A CUDA device that holds shapes and no values: the trainer's GPU code runs, nothing is computed.
+"""Provides a CUDA device that has shapes but no values, so that the trainer's GPU code runs without
+computing.
 
-    with fake_gpu(), fake_world(rank, parallel): ...
+    with fake_gpu(), fake_world(parallel, rank): ...
 
-torch's fake tensors keep track of devices, types and shapes, and refuse operands on two devices and
-shapes that do not go together. Kernels do not run: values that code asks for on the host are
-stand-ins.
+torch's fake tensors keep track of devices, types and shapes. They refuse operands on two devices,
+and shapes that do not match. Kernels do not run. If code reads values on the host, it gets stand-in
+values.
 """
 
 from __future__ import annotations
@@ -33,18 +34,21 @@ GPU = torch.device("cuda", 0)
 _make_subclass = torch.Tensor._make_subclass
 
 
-def _made(*args: Any, **kwargs: Any) -> Tensor:
-    """A fake tensor that autograd takes for one on `meta`: a torch for CPUs has no CUDA streams."""
+def _make_fake(*args: Any, **kwargs: Any) -> Tensor:
+    """Make a fake tensor that autograd treats as a tensor on `meta`, because a torch for CPUs has
+    no CUDA streams."""
     return _make_subclass(*args, **{**kwargs, "dispatch_device": False})
 
 
 def _numbered(device: Any) -> Any:
-    """The device with its number: a torch for CPUs does not know the current one."""
+    """Return the device with its number, because a torch for CPUs does not know the current CUDA
+    device."""
     return GPU if str(device) == "cuda" else device
 
 
 class _Mode(FakeTensorMode):
-    """What autograd makes of such a tensor's options, on `meta`, is on the GPU."""
+    """Fake tensor mode that places on the GPU the tensors that autograd would make on `meta` from a
+    fake tensor's options."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -55,30 +59,33 @@ class _Mode(FakeTensorMode):
         return super().__torch_dispatch__(func, types, args, named)
 
 
-class _Done:
-    """A collective that has ended."""
+class _FinishedWork:
+    """Handle of a collective that has already finished."""
 
     def wait(self) -> None:
         return None
 
 
 def _require_nccl(collective: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """NCCL takes contiguous tensors on the GPU only."""
+    """Assert that all tensors of a collective are contiguous and on the GPU, as NCCL requires."""
     for tensor in arguments:
         if isinstance(tensor, Tensor):
             assert tensor.device == GPU, f"{collective.__name__} of a tensor on {tensor.device}"
-            assert tensor.is_contiguous(), f"{collective.__name__} of a tensor with holes"
+            assert tensor.is_contiguous(), (
+                f"{collective.__name__} of a tensor that is not contiguous"
+            )
 
 
 class _OnFakeGpu(TorchFunctionMode):
-    """Answers what a fake device cannot: the current device, and values on the host."""
+    """Replies to calls that a fake device cannot serve: queries of the current device, and reads of
+    values on the host."""
 
     def __init__(self, routed: int) -> None:
         super().__init__()
         self._routed = routed
 
     def shares(self, counts: Tensor) -> Any:
-        """Tokens for each expert or rank: all get as many."""
+        """Return equal numbers of tokens for all experts or ranks."""
         return np.full(counts.shape, self._routed // counts.shape[-1])
 
     def __torch_function__(
@@ -95,15 +102,15 @@ class _OnFakeGpu(TorchFunctionMode):
             named["device"] = _numbered(named["device"])
         if getattr(func, "__module__", "") == dist.all_reduce.__module__:
             _require_nccl(func, (*args, *named.values()))
-            return _Done()
+            return _FinishedWork()
         if func is torch.tensor:
             scalars = [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor)]
-            if scalars:  # copied to the host one by one
+            if scalars:  # The scalars are copied to the host one by one.
                 return torch.empty(len(scalars), dtype=scalars[0].dtype)
         if func is torch.tensor and named.get("device") == GPU:
             del named["device"]
-            made = func(*args, **named)
-            return torch.empty(made.shape, dtype=made.dtype, device=GPU)
+            tensor = func(*args, **named)
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=GPU)
         if func is Tensor.cuda:
             return args[0].to(GPU)
         if func is Tensor.to:
@@ -117,15 +124,15 @@ class _OnFakeGpu(TorchFunctionMode):
             return f"torch.cuda.{name}" if args[0].device.type == "cuda" else f"torch.{name}"
         if args and isinstance(args[0], FakeTensor):
             if func in (Tensor.item, Tensor.__float__):
-                # A norm is positive; a flag, [1], is not raised.
+                # A norm must be positive; a flag, of shape [1], must be unset.
                 return 0.0 if args[0].dim() else 1.0
             if func is Tensor.__bool__:
                 return True
             if func is Tensor.numpy:
                 return self.shares(args[0])
-            if func is Tensor.masked_select:  # a part: its gradient goes on
+            if func is Tensor.masked_select:  # A slice keeps the gradient connected.
                 return args[0].flatten()[: self._routed]
-            if func is Tensor.nonzero:  # all rows
+            if func is Tensor.nonzero:  # Selects all rows.
                 return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
             if func is Tensor.record_stream:
                 return None
@@ -157,11 +164,13 @@ _CUDA: Mapping[str, Any] = {
 
 @contextmanager
 def fake_gpu(routed_tokens: int = 0) -> Iterator[None]:
-    """`has_cuda()` is true inside, and what is made on it has no values.
+    """Make `has_cuda()` true inside the block, and make tensors on the GPU without values.
 
-    `routed_tokens`: tokens that a rank's experts get, each as many as the others.
+    Args:
+        routed_tokens: Number of tokens that the experts of a rank get, divided equally among the
+            experts.
     """
-    mode = _Mode(allow_non_fake_inputs=True)  # before CUDA is reported as there
+    mode = _Mode(allow_non_fake_inputs=True)  # Before CUDA is reported as available.
     with ExitStack() as stack:
         for name, replacement in _CUDA.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
@@ -171,7 +180,9 @@ def fake_gpu(routed_tokens: int = 0) -> Iterator[None]:
                     megatron_random, name, getattr(adapter, name.replace("cuda_", ""))
                 )
             )
-        stack.enter_context(mock.patch.object(torch.Tensor, "_make_subclass", staticmethod(_made)))
+        stack.enter_context(
+            mock.patch.object(torch.Tensor, "_make_subclass", staticmethod(_make_fake))
+        )
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         # A torch built for CUDA asks the driver whether a graph is being captured.
         check = "_accelerator_graph_capture_health_check"
@@ -182,7 +193,9 @@ def fake_gpu(routed_tokens: int = 0) -> Iterator[None]:
         calls = _OnFakeGpu(routed_tokens)
         run_backward = torch.autograd._engine_run_backward
 
-        def with_calls(*args: Any, **kwargs: Any) -> Any:  # recomputation needs them too
+        def with_calls(
+            *args: Any, **kwargs: Any
+        ) -> Any:  # Recomputation runs in the backward pass.
             with calls:
                 return run_backward(*args, **kwargs)
 
@@ -197,7 +210,8 @@ def fake_gpu(routed_tokens: int = 0) -> Iterator[None]:
 
 @contextmanager
 def fake_world(parallel: ParallelConfig, rank: int = 0) -> Iterator[None]:
-    """`rank` of the layout, alone: the collectives of all groups do nothing."""
+    """Act as one `rank` of the layout without other ranks; the collectives of all groups do
+    nothing."""
     make_group = dist.new_group
 
     def new_group(*args: Any, **kwargs: Any) -> Any:

@@ -1,14 +1,15 @@
-"""Megatron's layers for Transformer Engine, over stand-ins of its modules that compute on a CPU.
+"""Runs Megatron's layers for Transformer Engine over stand-ins of its modules that compute on a
+CPU.
 
     python -m tests.trainer.fake_transformer_engine FOLDER
 
-Transformer Engine has no build without CUDA. Its modules are stand-ins here, with the signatures
-of constructors and calls of its release 2.11 (tests/data/transformer_engine.json), its names of
-parameters and the marks that it leaves on them; what they compute is its documentation's. Specs and
-wrappers are Megatron's own. The stand-ins are in place before Megatron is imported, so this needs a
-process of its own.
+Transformer Engine has no build without CUDA. The stand-ins of its modules have the signatures of
+constructors and calls of release 2.11 (tests/data/transformer_engine.json), its parameter names,
+and the attributes that it sets on parameters. They compute what its documentation describes. Layer
+specs and wrappers are Megatron's own. The stand-ins must be installed before Megatron is imported,
+so this module needs a separate process.
 
-The command runs the models in FOLDER at their layouts in ranks and leaves what they found in
+The command runs the models in FOLDER at their layouts in ranks and writes the results to
 `FOLDER/found.pickle`.
 """
 
@@ -36,7 +37,7 @@ from torch import Tensor
 SIGNATURES: dict[str, list[str]] = json.loads(
     (Path(__file__).parents[1] / "data" / "transformer_engine.json").read_text()
 )
-# Names that Megatron asks for and release 2.11 does not have.
+# Names that Megatron imports if they exist, but that release 2.11 does not have.
 ABSENT = {
     ("transformer_engine.pytorch.module.base", "get_workspace"),
     ("transformer_engine.pytorch.attention", "_SplitAlongDim"),
@@ -48,14 +49,15 @@ ABSENT = {
 }
 
 
-def check_call(of: str, *given: Any, **named: Any) -> dict[str, Any]:
-    """Bind a call to the signature of release 2.11; the arguments by name."""
-    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in SIGNATURES[of]]
-    return inspect.Signature(parameters).bind_partial(*given, **named).arguments
+def check_call(function: str, *positional: Any, **named: Any) -> dict[str, Any]:
+    """Bind a call to the signature of release 2.11 and return the arguments by name."""
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in SIGNATURES[function]]
+    return inspect.Signature(parameters).bind_partial(*positional, **named).arguments
 
 
 class _Module(torch.nn.Module):
-    """Takes what the module of its name takes."""
+    """Base class of the stand-ins, which accepts only the arguments of the Transformer Engine
+    module named in `_of`."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__()
@@ -69,7 +71,8 @@ class _Module(torch.nn.Module):
     _of = ""
 
     def add(self, name: str, *shape: int, split: int | None = None, **marks: Any) -> None:
-        """A parameter; `split`: the axis by which tensor ranks have a part of it."""
+        """Register a parameter; `split` is the axis along which tensor ranks shard it, or None for
+        a parameter that is not sharded."""
         dtype = self.given.get("params_dtype", torch.float32)
         parameter = torch.nn.Parameter(
             torch.zeros(shape, dtype=dtype, device=self.given.get("device"))
@@ -89,7 +92,7 @@ class _Module(torch.nn.Module):
         self.add("bias", self.shard()[0], split=0)
 
     def shard(self) -> tuple[int, int]:
-        """Rows and columns of this rank's part of the weight."""
+        """Return the rows and columns of this rank's shard of the weight."""
         rows, columns = self.given["out_features"], self.given["in_features"]
         if self.parallel_mode == "column":
             return rows // self.tp_size, columns
@@ -98,7 +101,7 @@ class _Module(torch.nn.Module):
         return rows, columns
 
     def product(self, x: Tensor) -> Tensor:
-        """x · weightᵀ, with what tensor ranks exchange before or after."""
+        """Return x · weightᵀ, with the exchange of tensor ranks before or after the product."""
         from megatron.core.tensor_parallel import mappings as m
 
         if self.parallel_mode == "column" and self.sequence_parallel:
@@ -131,7 +134,7 @@ class LayerNormLinear(_Module):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        assert given["normalization"] == "RMSNorm", "no layer_norm_bias"
+        assert given["normalization"] == "RMSNorm", "RMSNorm has no layer_norm_bias"
         marks = {"sequence_parallel": self.sequence_parallel}
         self.add("layer_norm_weight", given["in_features"], **marks)
         self.add_weight("weight")
@@ -166,7 +169,7 @@ class RMSNorm(_Module):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        # Two names for one argument: Megatron 0.16 uses the second, 0.19 the first.
+        # Megatron 0.16 passes the size as `hidden_size`, 0.19 as `normalized_shape`.
         [size] = (given[name] for name in ("normalized_shape", "hidden_size") if name in given)
         self.add("weight", size, sequence_parallel=given["sequence_parallel"])
 
@@ -181,7 +184,8 @@ class DotProductAttention(_Module):
         super().__init__(num_attention_heads=num_attention_heads, kv_channels=kv_channels, **given)
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
-        """A packed stream, [T, heads, head_dim], of whole sequences without padding."""
+        """Compute attention over a packed stream, [T, heads, head_dim], of complete sequences
+        without padding."""
         call = check_call("DotProductAttention.forward", *given, **named)
         assert call["qkv_format"] == "thd" and call["attn_mask_type"] == "padding_causal"
         assert call["cu_seqlens_q"].dtype is torch.int32
@@ -207,7 +211,8 @@ class DotProductAttention(_Module):
 
 
 def apply_rotary_pos_emb(*given: Any, **named: Any) -> Tensor:
-    """The fused kernel: positions begin anew with each sequence, the table is read from its top."""
+    """Compute the fused rotary kernel: positions restart with each sequence, and the table is read
+    from its first row."""
     call = check_call("apply_rotary_pos_emb", *given, **named)
     assert call["fused"] and call["tensor_format"] == "thd" and call["cp_size"] == 1
     x_THD, angles_L11D = call["t"], call["freqs"]
@@ -218,12 +223,13 @@ def apply_rotary_pos_emb(*given: Any, **named: Any) -> Tensor:
     assert max(lengths) <= len(angles_L11D), "the table is shorter than a sequence"
     angles_T1D = torch.cat([angles_L11D[:length, 0] for length in lengths])
     first, second = x_THD.chunk(2, -1)
-    turned_THD = torch.cat((-second, first), -1)
-    return (x_THD * angles_T1D.cos() + turned_THD * angles_T1D.sin()).to(x_THD.dtype)
+    rotated_THD = torch.cat((-second, first), -1)
+    return (x_THD * angles_T1D.cos() + rotated_THD * angles_T1D.sin()).to(x_THD.dtype)
 
 
 def general_gemm(*given: Any, **named: Any) -> tuple[Tensor, None]:
-    """A product in cuBLAS's order of columns; the router's, where Megatron finds it."""
+    """Compute a product in cuBLAS's column order; Megatron uses the function for the router if it
+    exists."""
     call = check_call("general_gemm", *given, **named)
     assert call["bias"] is None and call["out"] is None and not call["accumulate"]
     a, b = (call[name].to(call["out_dtype"]) for name in ("A", "B"))
@@ -232,25 +238,26 @@ def general_gemm(*given: Any, **named: Any) -> tuple[Tensor, None]:
 
 
 def _no_offload(*_: Any, **__: Any) -> tuple[Any, Any]:
-    """The context of a forward pass whose activations stay on the GPU, and what follows it."""
+    """Return the context of a forward pass whose activations stay on the GPU, and the function that
+    is applied after it."""
     return nullcontext(), lambda tensor: tensor
 
 
-class _Rest(ModuleType):
-    """A module of which nothing is called, only imported."""
+class _ImportedOnly(ModuleType):
+    """Module whose names are only imported and never called."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or (self.__name__, name) in ABSENT:
             raise AttributeError(name)
         found: Any = type(name, (), {})
-        if not name[0].isupper():  # what a function hands back here is a pair
+        if not name[0].isupper():  # Functions whose result Megatron unpacks return a pair.
             found = mock.MagicMock(return_value=(None, None))
         setattr(self, name, found)
         return found
 
 
 class _Finder:
-    """Finds `transformer_engine` and everything in it."""
+    """Import finder and loader of `transformer_engine` and all its submodules."""
 
     def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> ModuleSpec | None:
         package, _, last = name.rpartition(".")
@@ -259,7 +266,7 @@ class _Finder:
         return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Rest(spec.name)
+        return _ImportedOnly(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ == "transformer_engine":
@@ -281,13 +288,13 @@ DENSE_LAYOUTS = ("tp1", "tp2_sp", "tp2_pp2_sp")
 EXPERT_LAYOUTS = ("ep1", "ep4", "tp2_sp_ep2")
 # With Transformer Engine's grouped linear layers, and with one linear layer for each expert.
 EXPERTS = ("transformer_engine", "sequential")
-# A dense model and one of experts are also trained with each choice of `trainer.recompute`.
+# A dense model and a model with experts are also trained with each choice of `trainer.recompute`.
 RECOMPUTE = ("none", "feed_forward", 1)
 RECOMPUTED = (("qwen2_tied", "tp2_sp"), ("qwen3_moe", "tp2_sp_ep2"))
 
 
 def points(experts: str) -> list[tuple[str, str]]:
-    """Models and layouts that are computed with experts of this kind."""
+    """Return the models and layouts that are computed with this kind of experts."""
     moe = ("qwen3_moe", "mixtral")
     chosen = [(case, layout) for case in moe for layout in EXPERT_LAYOUTS]
     if experts == "sequential":
@@ -297,7 +304,7 @@ def points(experts: str) -> list[tuple[str, str]]:
 
 @contextmanager
 def engine_found() -> Iterator[None]:
-    """Transformer Engine is there, and a GPU on which it runs."""
+    """Make the trainer detect Transformer Engine and a GPU on which it runs."""
     from megatron_async.trainer import capabilities
 
     found = capabilities.Capabilities("13.0", "a GPU", "2.11.0", None, None)
@@ -308,7 +315,8 @@ def engine_found() -> Iterator[None]:
 def log_probs(
     models: dict[str, str], mask_T: Tensor, folder: str, experts: str
 ) -> dict[tuple[str, str], Any]:
-    """In each rank, what `test_model_parity` compares with transformers."""
+    """Run in each rank; return the log-probs that `test_model_parity` compares with
+    transformers."""
     from tests.trainer import test_model_parity as parity
 
     with engine_found():

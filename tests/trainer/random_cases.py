@@ -1,11 +1,11 @@
-"""Random small models of every family, random batches for them, and gradients to hold them to.
+"""Provides random small models of every family, random batches for them, and reference gradients.
 
-`draw_cases` deals models and layouts; `reference_gradient` is transformers and autograd, all of it
-in float64, one sequence at a time.
+`draw_cases` draws models and layouts. `reference_gradient` uses transformers and autograd in
+float64, one sequence at a time.
 
 Invariants
 - A case is a pure function of the seed and its number.
-- Every layout that a world of this size allows is dealt before one is dealt again.
+- Every layout that a world of this size permits is drawn before any layout is drawn again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ROUTER_MARGIN = 1e-4
 
 @dataclass(frozen=True)
 class RandomCase:
-    """One model at one layout. `model` holds the settings of its Hugging Face configuration."""
+    """One model at one layout; `model` contains the settings of its Hugging Face configuration."""
 
     number: int
     seed: int
@@ -76,13 +76,16 @@ _RECOMPUTE: tuple[Recompute, ...] = ("all", "feed_forward", 1)
 
 
 def draw_cases(count: int, ranks: int, seed: int) -> list[RandomCase]:
-    """`count` cases for a world of `ranks`."""
+    """Draw `count` cases for a world of `ranks` ranks."""
     rng = random.Random(seed)
-    decks = {experts: _dealt(rng, _layouts(ranks, experts=experts)) for experts in (False, True)}
+    layouts = {
+        experts: _endless_samples(rng, _layouts(ranks, experts=experts))
+        for experts in (False, True)
+    }
     cases = []
     for number in range(count):
         family = FAMILIES[number % len(FAMILIES)]
-        parallel = next(decks[family in EXPERT_FAMILIES])
+        parallel = next(layouts[family in EXPERT_FAMILIES])
         cases.append(
             RandomCase(
                 number=number,
@@ -100,27 +103,26 @@ def draw_cases(count: int, ranks: int, seed: int) -> list[RandomCase]:
     return cases
 
 
-def _dealt(rng: random.Random, layouts: list[ParallelConfig]) -> Iterator[ParallelConfig]:
+def _endless_samples(rng: random.Random, layouts: list[ParallelConfig]) -> Iterator[ParallelConfig]:
     while True:
         yield from rng.sample(layouts, len(layouts))
 
 
 def _layouts(ranks: int, *, experts: bool) -> list[ParallelConfig]:
-    """Every layout of `ranks` that some model of this kind allows.
-
-    That is, up to the layers and key/value heads that are drawn.
-    """
-    willing = _architecture(_EXPERTS_EVERYWHERE if experts else _DENSE_EVERYWHERE)
+    """Return every layout of `ranks` ranks that some model of this kind permits, within the numbers
+    of layers and key/value heads that are drawn."""
+    divisible = _architecture(_EXPERTS_EVERYWHERE if experts else _DENSE_EVERYWHERE)
     return [
         parallel
-        for parallel in legal_layouts(willing, ranks)
+        for parallel in legal_layouts(divisible, ranks)
         if parallel.ranks == ranks
         and parallel.pipeline <= _MAX_LAYERS
         and max(_KV_HEADS) % parallel.tensor == 0
     ]
 
 
-# Every count is 2 x 3 x 4 x 5 x 7 x 8 or so: what these fail at, no model passes.
+# Every count is divisible by 2, 3, 4, 5, 7 and 8, so that a layout that fails here fails for all
+# models.
 _DENSE_EVERYWHERE: Mapping[str, Any] = {
     "model_type": "qwen3",
     "num_hidden_layers": 1680,
@@ -148,7 +150,7 @@ def _architecture(raw: Mapping[str, Any]) -> Architecture:
 def _model_that_fits(
     rng: random.Random, family: str, parallel: ParallelConfig
 ) -> Mapping[str, Any]:
-    """Settings drawn until `check_layout` passes them."""
+    """Draw model settings until `check_layout` accepts them, and return them."""
     for _ in range(10_000):
         settings = _draw_model(rng, family)
         try:
@@ -156,7 +158,7 @@ def _model_that_fits(
         except UserError:
             continue
         return settings
-    raise AssertionError(f"no drawn {family} fits {parallel}")
+    raise AssertionError(f"no drawn {family} model fits {parallel}")
 
 
 def _draw_model(rng: random.Random, family: str) -> dict[str, Any]:
@@ -165,7 +167,7 @@ def _draw_model(rng: random.Random, family: str) -> dict[str, Any]:
     head_dim = rng.choice((4, 6, 8))
     settings: dict[str, Any] = {
         "vocab_size": rng.randrange(67, 151),
-        # Some families want a multiple of the heads.
+        # Some families require a multiple of the number of heads.
         "hidden_size": heads * (-(-12 // heads) + rng.randint(0, 2)),
         "intermediate_size": rng.randrange(16, 65),
         "num_hidden_layers": rng.randint(1, _MAX_LAYERS),
@@ -175,14 +177,14 @@ def _draw_model(rng: random.Random, family: str) -> dict[str, Any]:
         "tie_word_embeddings": rng.random() < 0.5,
         "rms_norm_eps": rng.choice((1e-5, 1e-6)),
         "initializer_range": rng.choice((0.1, 0.2)),
-        "pad_token_id": None,  # transformers keeps the padding token's embedding out of training
+        "pad_token_id": None,  # transformers would not train the padding token's embedding.
         "rope_parameters": _draw_rope(rng, family),
     }
-    if family == "qwen2":  # its head dimension follows from the hidden size
+    if family == "qwen2":  # Qwen2 derives its head dimension from the hidden size.
         settings["hidden_size"] = heads * head_dim
     else:
         settings["head_dim"] = head_dim
-    return {**settings, **_OWN_SETTINGS.get(family, _nothing)(rng, settings)}
+    return {**settings, **_FAMILY_SETTINGS.get(family, _no_settings)(rng, settings)}
 
 
 def _draw_rope(rng: random.Random, family: str) -> dict[str, Any]:
@@ -203,7 +205,7 @@ def _draw_rope(rng: random.Random, family: str) -> dict[str, Any]:
     return rope
 
 
-def _nothing(_rng: random.Random, _settings: Mapping[str, Any]) -> dict[str, Any]:
+def _no_settings(_rng: random.Random, _settings: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
@@ -221,7 +223,7 @@ def _gemma3(rng: random.Random, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mixtral(rng: random.Random, _settings: Mapping[str, Any]) -> dict[str, Any]:
-    # A single chosen expert always has weight 1: there is no gradient of the router to compare.
+    # A single chosen expert always has weight 1, so the router would have no gradient to compare.
     num = rng.choice((2, 4, 6, 8))
     return {
         "num_local_experts": num,
@@ -241,7 +243,7 @@ def _qwen3_moe(rng: random.Random, _settings: Mapping[str, Any]) -> dict[str, An
     }
 
 
-_OWN_SETTINGS: Mapping[str, Callable[[random.Random, Mapping[str, Any]], dict[str, Any]]] = {
+_FAMILY_SETTINGS: Mapping[str, Callable[[random.Random, Mapping[str, Any]], dict[str, Any]]] = {
     "gemma3_text": _gemma3,
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
@@ -255,7 +257,7 @@ def _hf_config(family: str, settings: Mapping[str, Any]) -> Any:
 
 
 def build_model(case: RandomCase) -> Any:
-    """The transformers model in float32; norms and biases are random too."""
+    """Return the transformers model in float32, with random norms and biases."""
     folder, _, model_class = _CLASSES[case.family]
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     torch.manual_seed(case.seed)
@@ -270,7 +272,8 @@ def build_model(case: RandomCase) -> Any:
 
 
 def random_batch(case: RandomCase, attempt: int = 0) -> TokenBatch:
-    """Ragged groups: very unequal lengths, masked tokens inside responses, one never trained."""
+    """Return a batch of ragged groups with very unequal lengths, masked tokens inside responses,
+    and one sequence without trained tokens."""
     rng = np.random.default_rng((case.seed, attempt))
     groups, group_size = 3, 2
     count = groups * group_size
@@ -303,7 +306,8 @@ def random_batch(case: RandomCase, attempt: int = 0) -> TokenBatch:
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """A batch, its loss and its gradient in float64; weights and gradient by published names."""
+    """A batch with its loss and gradient in float64; weights and gradient have the names of the
+    published checkpoint."""
 
     batch: TokenBatch
     loss: float
@@ -312,7 +316,7 @@ class Reference:
 
 
 class _Float64(TorchFunctionMode):
-    """Where transformers asks for float32 (norms, softmax, rope), it gets float64."""
+    """Replaces float32 by float64 where transformers converts to float32 (norms, softmax, rope)."""
 
     def __torch_function__(
         self,
@@ -332,11 +336,12 @@ class _Float64(TorchFunctionMode):
 
 
 def reference_gradient(case: RandomCase, folder: Path) -> Reference:
-    """Writes the model to `folder`; the gradient of the loss is autograd's, in float64.
+    """Write the model to `folder`, and return a batch with its loss and gradient from autograd in
+    float64.
 
-    The loss is that of recipe `pg` with an entropy bonus, written out: the mean over all trained
-    tokens of -(R - mean R) log pi - c H. A batch with a token whose experts nearly tie is drawn
-    again: there the gradient is not continuous, and float32 may choose another expert.
+    The loss is that of recipe `pg` with an entropy bonus: the mean over all trained tokens of -(R -
+    mean R) log pi - c H. A batch that has a token with nearly tied experts is drawn again, because
+    there the gradient is not continuous, and float32 may choose another expert.
     """
     model = build_model(case)
     model.save_pretrained(folder / "model")
@@ -354,14 +359,15 @@ def reference_gradient(case: RandomCase, folder: Path) -> Reference:
         for parameter in model.parameters():
             gradient = parameter.grad
             parameter.copy_(torch.zeros_like(parameter) if gradient is None else gradient)
-    model.save_pretrained(folder / "gradient")  # names and layouts of the published format
+    model.save_pretrained(folder / "gradient")  # With names and layouts of the published format.
     return Reference(
         batch, float(loss.detach()), tensors_of(folder / "model"), tensors_of(folder / "gradient")
     )
 
 
 def _loss(model: Any, case: RandomCase, batch: TokenBatch) -> tuple[Tensor, float]:
-    """The loss, and the smallest distance of a chosen expert's logit to one not chosen."""
+    """Return the loss, and the smallest distance between the logits of a chosen and an unchosen
+    expert."""
     total = torch.zeros((), dtype=torch.float64)
     margin = float("inf")
     rewards_S = torch.from_numpy(batch.rewards_S).double()

@@ -1,9 +1,10 @@
-"""Prints how many graphs `torch.compile` makes of Megatron's helpers in steps of many lengths.
+"""Prints how many graphs `torch.compile` makes of Megatron's helpers during steps with many
+lengths.
 
     python -m tests.trainer.recompiles CASE LENGTHS
 
-Fused as on a GPU, compiled by nobody: a graph is counted and runs as it is. The output is a JSON
-list, for each step the graphs by function so far.
+The helpers are fused as on a GPU, but not compiled: each graph is counted and runs uncompiled. The
+output is a JSON list that contains, for each step, the number of graphs of each function so far.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ compile_function = torch.compile
 
 
 def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.compile(function)`."""
+    """Replace `torch.compile(function)` by a version that counts the graphs of `function`."""
 
     def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
         graphs[function.__qualname__] += 1
@@ -49,15 +50,20 @@ def main(case: str, lengths: int) -> None:
     dist.init_process_group("gloo", rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as folder:
         save_hf_model(case, Path(folder), seed=0)
-        trainer = {"recompute": "all", "microbatch_tokens": 10_000}
-        config = settings(Path(folder), {"model": {"dtype": "float32"}, "trainer": trainer})
+        trainer_settings = {"recompute": "all", "microbatch_tokens": 10_000}
+        config = settings(
+            Path(folder), {"model": {"dtype": "float32"}, "trainer": trainer_settings}
+        )
         found = []
-        with mock.patch.object(hf_config, "has_cuda", lambda: True), trainer_session(config) as own:
-            torch.compiler.set_stance("default")  # on a CPU nothing is compiled
+        with (
+            mock.patch.object(hf_config, "has_cuda", lambda: True),
+            trainer_session(config) as trainer,
+        ):
+            torch.compiler.set_stance("default")  # The trainer disables compilation on a CPU.
             for number in range(lengths):
                 batch = ragged_batch(number, groups=1 + number, group_size=2)
-                own.train_batch(batch)
-                own.compute_logprobs(batch)
+                trainer.train_batch(batch)
+                trainer.compute_logprobs(batch)
                 found.append(dict(graphs))
     print(json.dumps(found))
 

@@ -1,8 +1,10 @@
-"""How torch's variable-length attention is called, in every release that is recorded.
+"""Tests calls of torch's variable-length attention against the signatures of every recorded
+release.
 
-`tests/data/varlen_attn.json` holds the parameters of `varlen_attn` in torch 2.11 to 2.14, read from
-the published wheels. It has no CPU kernel, so a stand-in with the recorded signature reads its
-arguments as the library documents them, and computes with whole matrices.
+`tests/data/varlen_attn.json` contains the parameters of `varlen_attn` in torch 2.11 to 2.14, read
+from the published wheels. The function has no CPU kernel. Therefore a stand-in with the recorded
+signature interprets its arguments as torch documents them, and computes with complete score
+matrices.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ VARLEN: dict[str, dict[str, list[str]]] = json.loads((DATA / "varlen_attn.json")
 
 
 def reference(stream: Stream) -> Tensor:
-    """Whole score matrices in float64, one entry's mask written out."""
+    """Compute attention with complete score matrices in float64 and an explicit mask."""
     query, key, value, borders, _, scale, window = stream
     starts = [int(border) for border in borders]
     sequence = [sum(token >= start for start in starts[1:]) for token in range(len(query))]
@@ -64,29 +66,38 @@ Compute = Callable[[dict[str, Any]], Any]
 
 
 def library(positional: list[str], keyword: list[str], compute: Compute) -> Callable[..., Any]:
-    """A function of this signature, which refuses what that does not take."""
-    places = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in positional]
-    names = [Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in keyword]
-    taken = inspect.Signature([*places, *names])
+    """Return a function with this signature, which refuses other arguments and calls `compute` with
+    the bound ones."""
+    positionals = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in positional]
+    keywords = [Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in keyword]
+    signature = inspect.Signature([*positionals, *keywords])
 
     def attend(*positions: Any, **named: Any) -> Any:
-        return compute(taken.bind(*positions, **named).arguments)
+        return compute(signature.bind(*positions, **named).arguments)
 
-    attend.__signature__ = taken  # type: ignore[attr-defined]
+    attend.__signature__ = signature  # type: ignore[attr-defined]
     return attend
 
 
 def varlen(release: str) -> Callable[..., Any]:
-    """Torch's: causal is a window to the left only, -1 is without end."""
+    """Return a stand-in of torch's function: causal is a window to the left only, and -1 is an
+    unlimited window."""
 
-    def compute(given: dict[str, Any]) -> Tensor:
-        query, key = given["query"], given["key"]
-        assert query.shape[1] == key.shape[1] or given.get("enable_gqa"), "as it checks itself"
-        assert given["cu_seq_q"] is given["cu_seq_k"] and given["max_q"] == given["max_k"] == 6
-        left, right = given["window_size"]
+    def compute(arguments: dict[str, Any]) -> Tensor:
+        query, key = arguments["query"], arguments["key"]
+        assert query.shape[1] == key.shape[1] or arguments.get("enable_gqa"), (
+            "torch checks this too"
+        )
+        assert (
+            arguments["cu_seq_q"] is arguments["cu_seq_k"]
+            and arguments["max_q"] == arguments["max_k"] == 6
+        )
+        left, right = arguments["window_size"]
         assert right == 0
-        borders, window = given["cu_seq_q"], None if left == -1 else left + 1
-        return reference(Stream(query, key, given["value"], borders, 6, given["scale"], window))
+        borders, window = arguments["cu_seq_q"], None if left == -1 else left + 1
+        return reference(
+            Stream(query, key, arguments["value"], borders, 6, arguments["scale"], window)
+        )
 
     return library(VARLEN[release]["positional"], VARLEN[release]["keyword"], compute)
 
@@ -94,15 +105,17 @@ def varlen(release: str) -> Callable[..., Any]:
 @pytest.mark.parametrize("release", VARLEN)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("window", [None, 3])
-def test_every_release_attends_as_whole_matrices_do(
+def test_varlen_call_equals_reference_attention_for_every_torch_release(
     release: str, kv_heads: int, window: int | None
 ) -> None:
     stream = example(kv_heads, window)
     torch.testing.assert_close(varlen_call(varlen(release), stream), reference(stream))
 
 
-def test_float32_on_a_gpu_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flash attention has no float32."""
+def test_packed_attention_runs_per_sequence_when_gpu_tensors_are_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Flash attention does not support float32."""
     monkeypatch.delattr(attention_kernels, "varlen_call")
     monkeypatch.setattr(attention_kernels, "_per_sequence", lambda stream: stream.query_THD)
     with FakeTensorMode():
@@ -111,7 +124,7 @@ def test_float32_on_a_gpu_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> N
     assert out_THD is query_THD
 
 
-def test_the_installed_release_is_as_recorded() -> None:
+def test_installed_varlen_attn_has_the_recorded_signature() -> None:
     version = torch.__version__.partition("+")[0]
     if version not in VARLEN:
         pytest.skip(f"torch {version} is not recorded")

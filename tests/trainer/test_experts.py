@@ -1,4 +1,5 @@
-"""All experts of a rank in one product give what they give one by one, at every layout."""
+"""Tests that one grouped product over all experts of a rank gives the results of separate products,
+at every layout."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 KINDS = ("sequential", "grouped")
 
 
-def grouped(count: int, dtype: torch.dtype = torch.float32) -> GroupedLinear:
+def grouped_layer(count: int, dtype: torch.dtype = torch.float32) -> GroupedLinear:
     config: Any = SimpleNamespace(params_dtype=dtype)
     torch.manual_seed(0)
     with device_adapter():
@@ -54,10 +55,10 @@ def grouped(count: int, dtype: torch.dtype = torch.float32) -> GroupedLinear:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("counts", [(3, 0, 5, 1, 0), (0, 0, 0, 0, 4), (2, 2, 2, 2, 2), (0,) * 5])
-def test_the_product_and_its_gradients_are_those_of_each_expert(
+def test_grouped_linear_equals_products_of_single_experts(
     counts: Sequence[int], dtype: torch.dtype
 ) -> None:
-    layer = grouped(len(counts), dtype)
+    layer = grouped_layer(len(counts), dtype)
     rows_PI = torch.randn(sum(counts), 16, dtype=dtype, requires_grad=True)
     out_PO, bias = layer(rows_PI, list(counts))
     parts = zip(rows_PI.split(list(counts)), layer.parameters(), strict=True)
@@ -72,27 +73,27 @@ def test_the_product_and_its_gradients_are_those_of_each_expert(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
 
 
-def test_what_torch_writes_for_an_expert_without_rows_is_not_its_gradient(
+def test_grouped_linear_gradient_is_zero_when_an_expert_has_no_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Some GPUs leave there what the memory held."""
+    """Some GPUs leave uninitialized memory in the gradient of such an expert."""
     multiply = torch.nn.functional.grouped_mm
 
-    def dirty(left: Any, right: Any, *, offs: Any) -> Any:
+    def leave_garbage(left: Any, right: Any, *, offs: Any) -> Any:
         product = multiply(left, right, offs=offs)
         if product.dim() == 3:
             product[torch.diff(offs, prepend=offs.new_zeros(1)) == 0] = torch.nan
         return product
 
-    monkeypatch.setattr(torch.nn.functional, "grouped_mm", dirty)
-    layer = grouped(3)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", leave_garbage)
+    layer = grouped_layer(3)
     layer(torch.randn(4, 16), [3, 0, 1])[0].sum().backward()
     assert layer.weight1.grad is not None and not layer.weight1.grad.any()
     assert all(bool(w.grad.any()) for w in (layer.weight0, layer.weight2))
 
 
 def train(path: Path, layouts: dict[str, dict[str, Any]]) -> dict[Any, Any]:
-    """In each rank: log-probs, gradients and their norm, and the rows of each expert."""
+    """Run in each rank; return log-probs, gradients, their norm, and the rows of each expert."""
     found = {}
     for layout, parallel in layouts.items():
         for kind in KINDS:
@@ -128,7 +129,8 @@ def _step(trainer: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    """The step is on one sequence, so that most experts have no row, and some ranks none at all."""
+    """Train on one sequence only, so that most experts have no row and some ranks have no row at
+    all."""
     path = tmp_path_factory.mktemp("experts")
     save_hf_model("qwen3_moe", path, num_experts=32, num_hidden_layers=2)
     return run_ranks(train, 4, path, LAYOUTS, timeout_seconds=240)
@@ -136,21 +138,24 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_step_is_the_same_at_every_layout(layout: str, results: list[dict[Any, Any]]) -> None:
+def test_grouped_experts_give_the_step_of_sequential_experts(
+    layout: str, results: list[dict[Any, Any]]
+) -> None:
     for rank in results:
-        one_by_one, together = (rank[layout, kind] for kind in KINDS)
-        assert together["grouped"] and not one_by_one["grouped"]
-        worst = np.abs(together["logprobs"] - one_by_one["logprobs"]).max()
+        sequential, grouped = (rank[layout, kind] for kind in KINDS)
+        assert grouped["grouped"] and not sequential["grouped"]
+        worst = np.abs(grouped["logprobs"] - sequential["logprobs"]).max()
         assert worst < TOLERANCE
-        assert together["norm"] == pytest.approx(one_by_one["norm"], rel=TOLERANCE)
-        if together["gradients"]:  # rank 0 has those of the whole model
-            differences = relative_difference(together["gradients"], one_by_one["gradients"])
+        assert grouped["norm"] == pytest.approx(sequential["norm"], rel=TOLERANCE)
+        if grouped["gradients"]:  # Rank 0 has the gradients of the complete model.
+            differences = relative_difference(grouped["gradients"], sequential["gradients"])
             assert max(differences.values()) < TOLERANCE
     assert sum(rank[layout, "grouped"]["empty experts"] for rank in results) > 10
 
 
-def test_inputs_of_experts_are_freed_after_a_step_with_each_recomputation(tmp_path: Path) -> None:
-    """Megatron's dispatcher would keep them through its routing probabilities."""
+def test_expert_inputs_are_freed_after_a_step_with_each_recomputation(tmp_path: Path) -> None:
+    """Without a countermeasure, Megatron's dispatcher would keep the inputs through its routing
+    probabilities."""
     save_hf_model("qwen3_moe", tmp_path, num_hidden_layers=2)
     inputs: list[weakref.ref[torch.Tensor]] = []
 
@@ -177,7 +182,7 @@ ENGINE = Capabilities("13.0", "H100", "2.11.0", None, None)
 
 
 @pytest.mark.parametrize(
-    ("wanted", "found", "dtype", "ffn_size", "chosen"),
+    ("setting", "found", "dtype", "ffn_size", "chosen"),
     [
         ("auto", CPU_ONLY, "float32", 24, "grouped"),
         ("auto", CPU_ONLY, "float32", 25, "sequential"),
@@ -190,27 +195,27 @@ ENGINE = Capabilities("13.0", "H100", "2.11.0", None, None)
         ("transformer_engine", ENGINE, "bfloat16", 24, "transformer_engine"),
     ],
 )
-def test_experts_are_grouped_where_torch_can(
-    wanted: Any, found: Capabilities, dtype: Any, ffn_size: int, chosen: str
+def test_choose_groups_experts_when_torch_supports_their_width_and_dtype(
+    setting: Any, found: Capabilities, dtype: Any, ffn_size: int, chosen: str
 ) -> None:
-    model = ModelConfig(experts=wanted, dtype=dtype)
+    model = ModelConfig(experts=setting, dtype=dtype)
     assert choose(model, found, moe(ffn_size)).experts == chosen
 
 
 @pytest.mark.parametrize(
-    ("wanted", "found", "ffn_size", "message"),
+    ("setting", "found", "ffn_size", "message"),
     [
         ("grouped", CPU_ONLY, 25, "model.experts is grouped.* width of its experts is 25"),
         ("grouped", GPU, 24, "model.experts is grouped.* model.dtype is float32"),
         ("transformer_engine", CPU_ONLY, 24, "model.experts is transformer_engine.* no CUDA"),
     ],
 )
-def test_experts_that_cannot_be_are_refused(
-    wanted: Any, found: Capabilities, ffn_size: int, message: str
+def test_choose_refuses_kinds_of_experts_that_are_unavailable(
+    setting: Any, found: Capabilities, ffn_size: int, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        choose(ModelConfig(experts=wanted, dtype="float32"), found, moe(ffn_size))
+        choose(ModelConfig(experts=setting, dtype="float32"), found, moe(ffn_size))
 
 
-def test_a_model_without_experts_heeds_none() -> None:
+def test_choose_ignores_the_experts_setting_when_the_model_has_no_experts() -> None:
     assert choose(ModelConfig(experts="grouped"), CPU_ONLY, DENSE).experts == "sequential"

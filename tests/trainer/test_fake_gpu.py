@@ -1,10 +1,10 @@
-"""The trainer's GPU code without a GPU: devices, shapes, and what NCCL gets.
+"""Tests the trainer's GPU code without a GPU: devices, shapes, and the tensors that NCCL gets.
 
-Families that shipped files have are in `tests/config/test_stage_memory.py`.
+`tests/config/test_stage_memory.py` covers the model families of the shipped configs.
 
-Each case is one rank of TP 2 x DP 2 with sequence parallelism (experts over 2 ranks): the model is
-built, wrapped and given its optimizer, two microbatches go forward and backward with recomputation,
-and the optimizer makes its step. No value is computed (tests/trainer/fake_gpu.py).
+Each case is one rank of TP 2 x DP 2 with sequence parallelism (experts over 2 ranks). The model is
+built, wrapped and given its optimizer. Two microbatches run forward and backward with
+recomputation, and the optimizer makes its step. No value is computed (tests/trainer/fake_gpu.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.hf_models import CASES, EXPERT_CASES, SHAPE
 
 FAMILIES = ["qwen3", "gemma3", "mixtral"]
 TOKENS = 16
-# Of a tensor rank's 8 tokens each goes to two experts.
+# Each of a tensor rank's 8 tokens is routed to two experts.
 ROUTED = 16
 NO_ENGINE = Capabilities(
     cuda="13.0",
@@ -51,7 +51,7 @@ NO_ENGINE = Capabilities(
 
 @dataclass(frozen=True)
 class Found:
-    """Where a family's tensors are after an update."""
+    """Devices and types of a family's tensors after an update."""
 
     parameters: set[str]
     main_gradients: set[tuple[str, torch.dtype]]
@@ -60,7 +60,8 @@ class Found:
 
 
 def one_update(case: str, folder: Path) -> Found:
-    """The update of one family, in a process that has no process group yet."""
+    """Make an update of one family in a process that has no process group yet, and return where its
+    tensors are."""
     from tests.trainer.fake_gpu import fake_gpu, fake_world
 
     kernel = importlib.import_module("megatron_async_kernels.token_logprob")
@@ -80,7 +81,7 @@ def one_update(case: str, folder: Path) -> Found:
         fake_gpu(ROUTED),
         fake_world(config.parallel),
         mock.patch.object(capabilities, "detect", lambda: NO_ENGINE),
-        # Triton's kernels need memory to work on; the torch version has the same interface.
+        # Triton's kernels need real memory; the torch version has the same interface.
         mock.patch.object(kernel, "resolve_backend", lambda *_: "chunked"),
         mock.patch.object(torch, "_assert_async", lambda *_: None),
     ):
@@ -125,7 +126,7 @@ def write_config(case: str, folder: Path) -> Path:
 
 
 def packed(device: torch.device) -> PackedInputs:
-    """Three sequences, the longest of 7 tokens; 5 rows that reach the head."""
+    """Return three packed sequences, the longest of 7 tokens, with 5 rows for the output head."""
 
     def integers(count: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.zeros(count, dtype=dtype, device=device)
@@ -141,7 +142,7 @@ def every_family(folder: Path) -> dict[str, Found]:
 
 @pytest.mark.slow
 @pytest.mark.one_core
-def test_each_family_makes_an_update_on_a_gpu_that_only_has_shapes(tmp_path: Path) -> None:
+def test_update_of_each_family_succeeds_on_a_fake_gpu(tmp_path: Path) -> None:
     [found] = run_ranks(every_family, 1, tmp_path, timeout_seconds=540)
     expected = Found(
         parameters={"cuda:0"},

@@ -1,20 +1,22 @@
-"""Gradients equal autograd's in float64, for random models of every family at random layouts.
+"""Tests that gradients equal those of autograd in float64, for random models of every family at
+random layouts.
 
-The reference is a transformers model, every operation in float64, one sequence at a time. The
-trainer computes in float32, packed, split into microbatches and over ranks. Its gradient is read
-off one step of Adam in its linear regime, as the difference of the exported weights before and
-after: reduction, sharding, gathering and export are all in what is compared. Every second case
-clips the gradient to half its norm, which is over all parameters, experts too.
+The reference is a transformers model that computes every operation in float64, one sequence at a
+time. The trainer computes in float32, packed, and split into microbatches and over ranks. Its
+gradient is derived from one step of Adam in its linear regime, as the difference of the exported
+weights before and after. Therefore the comparison includes reduction, sharding, gathering and
+export. Every second case clips the gradient to half its norm, which is over all parameters,
+including experts.
 
-Copies of the new weights that ranks must hold equal are compared bit for bit.
+Copies of the new weights that must be equal on several ranks are compared bit for bit.
 
-The relative error of a tensor is ||ours - reference|| / ||reference||; where the reference is
-exactly zero (an expert that no token was sent to), ours must be exactly zero.
+The relative error of a tensor is ||ours - reference|| / ||reference||. If the reference is exactly
+zero (an expert that got no token), our gradient must be exactly zero.
 
-By hand, more cases, another seed, a larger world (about 0.7 s a case on two cores):
+To run more cases, another seed or a larger world manually (about 0.7 s a case on two cores):
     MEGATRON_ASYNC_GRADIENT_CASES=2000 MEGATRON_ASYNC_GRADIENT_SEED=7 \
         MEGATRON_ASYNC_GRADIENT_RANKS=8 pytest tests/trainer/test_gradient_parity.py --timeout 0
-(`--junitxml FILE` keeps each case's worst tensor.)
+(`--junitxml FILE` records each case's worst tensor.)
 """
 
 from __future__ import annotations
@@ -47,17 +49,18 @@ COUNT = int(os.environ.get("MEGATRON_ASYNC_GRADIENT_CASES", "60"))
 SEED = int(os.environ.get("MEGATRON_ASYNC_GRADIENT_SEED", "0"))
 RANKS = int(os.environ.get("MEGATRON_ASYNC_GRADIENT_RANKS", "4"))
 TOLERANCE = 1e-4
-# The first update of this Adam is SCALE * gradient, to one part in 10^7 for gradients up to 1; the
-# scale is large so that a weight's own size does not round a small gradient away.
+# The first update of this Adam is SCALE * gradient, to one part in 10^7 for gradients up to 1. The
+# scale is large, so that rounding of the weight does not remove a small gradient.
 SCALE = 1e4
 _ADAM = {"lr": SCALE * 1e7, "eps": 1e7, "betas": [0.9, 0.99]}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A measured case: relative error of each tensor, the two scalars of the step, ours and theirs.
+    """Results of one case: the relative error of each tensor, and loss and gradient norm of the
+    trainer and of the reference.
 
-    Also the copies of the new weights that ranks should hold equal and do not.
+    `differences` names copies of the new weights that must be equal on several ranks but are not.
     """
 
     case: RandomCase
@@ -70,21 +73,24 @@ class Measured:
 
 
 def measure_cases(folder: str, count: int, seed: int) -> list[Measured]:
-    """In each rank: all references, shared out, then all cases, layout by layout."""
+    """Run in each rank: compute this rank's share of the references, then measure all cases, layout
+    by layout."""
     from megatron_async.trainer.device import device_adapter
     from megatron_async.trainer.parallel import init_parallel
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cases = draw_cases(count, size, seed)
-    for case in cases[rank::size]:  # before there is a process group: in one, only rank 0 may save
-        place = Path(folder) / str(case.number)
-        torch.save(reference_gradient(case, place), place / "reference.pt")
+    for case in cases[
+        rank::size
+    ]:  # Before the process group exists, because then only rank 0 may save.
+        path = Path(folder) / str(case.number)
+        torch.save(reference_gradient(case, path), path / "reference.pt")
     trainer = _config(cases[0], folder).trainer
     found = []
     by_layout = sorted(cases, key=lambda case: (repr(case.parallel), case.number))
     layouts = groupby(by_layout, key=lambda case: case.parallel)
     for number, (parallel, its_cases) in enumerate(layouts):
-        with device_adapter(), world(size, number):  # its groups end, and their threads
+        with device_adapter(), world(size, number):  # Ends the groups and their threads.
             init_parallel(parallel, trainer, seed=1)
             found += [_measure(case, folder) for case in its_cases]
     return found if rank == 0 else []
@@ -98,8 +104,8 @@ def _config(case: RandomCase, folder: str, clip_grad: float = 0.0) -> RunConfig:
         "trainer": {
             "microbatch_tokens": case.microbatch_tokens,
             "recompute": case.recompute,
-            "compare_replicas_every_steps": 0,  # compared below, case by case
-            "collective_timeout_seconds": 300,  # the slowest rank's share of the references
+            "compare_replicas_every_steps": 0,  # Replicas are compared below, case by case.
+            "collective_timeout_seconds": 300,  # Covers the slowest rank's references.
         },
         "schedule": {"group_size": 2, "groups_per_batch": 3},
         "algorithm": {"recipe": "pg", "entropy_coef": case.entropy_coef},
@@ -115,11 +121,11 @@ def _measure(case: RandomCase, folder: str) -> Measured:
     reference: Reference = torch.load(path, weights_only=False)
     total = float(torch.stack([part.norm() for part in reference.gradient.values()]).norm())
     clip = total / 2 if case.number % 2 else 0.0
-    factor = clip / (total + 1e-6) if clip else 1.0  # Megatron's
+    factor = clip / (total + 1e-6) if clip else 1.0  # As Megatron computes it.
     trainer = PolicyTrainer(_config(case, folder, clip))
     report = trainer.train_batch(reference.batch)
     check = ReplicaCheck(trainer.model[0], trainer.optimizer, every_steps=1)
-    after = weights(trainer)  # of the whole model on rank 0, empty elsewhere
+    after = weights(trainer)  # The complete model on rank 0, empty on other ranks.
     ours = {
         name: (reference.weights[name].double() - after[name].double()) / SCALE for name in after
     }
@@ -147,7 +153,7 @@ def _relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Measured]:
     folder = tmp_path_factory.mktemp("gradients")
-    # A case takes a second or less; ten for each leaves room for a busy machine.
+    # A case takes a second or less; ten seconds for each are enough on a busy machine.
     results = run_ranks(
         measure_cases, RANKS, str(folder), COUNT, SEED, timeout_seconds=120 + 10 * COUNT
     )
@@ -155,7 +161,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Measured]:
 
 
 @pytest.mark.parametrize("number", range(COUNT))
-def test_the_gradient_of_every_tensor_equals_autograds(
+def test_gradient_of_every_tensor_equals_autograd(
     number: int,
     measured: dict[int, Measured],
     record_property: Callable[[str, object], None],
@@ -169,12 +175,13 @@ def test_the_gradient_of_every_tensor_equals_autograds(
     assert found.norm == pytest.approx(found.reference_norm, rel=TOLERANCE), found.case
 
 
-@pytest.mark.skipif(COUNT < 60 or RANKS != 4, reason="a run by hand may choose few cases")
-def test_every_layout_of_four_ranks_is_among_the_cases(measured: dict[int, Measured]) -> None:
+@pytest.mark.skipif(COUNT < 60 or RANKS != 4, reason="a manual run may choose fewer cases")
+def test_random_cases_contain_every_layout_of_four_ranks(measured: dict[int, Measured]) -> None:
     cases = [found.case for found in measured.values()]
     dense = {case.parallel for case in cases if case.family not in EXPERT_FAMILIES}
     sparse = {case.parallel for case in cases if case.family in EXPERT_FAMILIES}
-    # (TP, PP, DP) in 6 ways, 3 of them with and without sequence parallelism; with experts, which
-    # need it at TP > 1, every number of expert ranks that divides a stage's.
+    # There are 6 combinations of (TP, PP, DP), 3 of them with and without sequence parallelism.
+    # Experts need sequence parallelism at TP > 1. They combine with every number of expert ranks
+    # that divides the ranks of a stage.
     assert (len(dense), len(sparse)) == (9, 14)
     assert any(case.model["tie_word_embeddings"] and case.parallel.pipeline > 1 for case in cases)

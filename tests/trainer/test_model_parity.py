@@ -1,7 +1,8 @@
-"""The Megatron model is the Hugging Face model: log-probs at every layout, weights bit for bit.
+"""Tests that the Megatron model equals the Hugging Face model: log-probs at every layout, and
+weights bit for bit.
 
-In bfloat16, the precision of GPU runs, every family runs forward and backward and stays close: on
-the GPU where there is one, on the CPU elsewhere.
+In bfloat16, the precision of GPU runs, every family runs forward and backward and stays close to
+float32. This test uses the GPU if there is one, and otherwise the CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MODELS = {**CASES, **EXPERT_CASES, **OWN_CASES}
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_family" / "mistral.py"
 FAMILIES = {"mistral": f"{EXAMPLE}:FAMILY"}
 TEMPERATURE = 0.7
-# Ragged: single tokens, a length that no tensor size divides, a long one.
+# Ragged lengths: single tokens, a length that no tensor size divides, and a long sequence.
 LENGTHS = (5, 17, 1, 9, 40, 1, 2)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp1": {},
@@ -56,7 +57,8 @@ POINTS += [(case, "tp2_pp2_sp") for case in OWN_CASES]
 
 @dataclass(frozen=True)
 class Checked:
-    """What a rank saw of one model at one layout; log-probs on the last stage only."""
+    """Results of one model at one layout on one rank; log-probs and entropy are None except on the
+    last stage."""
 
     logprobs_R: torch.Tensor | None
     entropy_R: torch.Tensor | None
@@ -69,7 +71,8 @@ def check_layouts(
     export_to: str,
     experts: str = "auto",
 ) -> dict[tuple[str, str], Checked]:
-    """In each rank: the models at their layouts, forward and export."""
+    """Run in each rank: run the models at their layouts forward, export them, and return the
+    results."""
     from megatron_async.models.load import load_hf_weights
     from megatron_async.models.save import save_hf
     from megatron_async.trainer.device import device_adapter
@@ -100,7 +103,7 @@ def check_layouts(
 
 
 def _forward(chunks: list[Any], packed: Any) -> Checked:
-    """Through Megatron's own pipeline schedule, forward only."""
+    """Run a forward pass through Megatron's pipeline schedule."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_async.trainer.packed import TokenLogprobs
@@ -132,7 +135,7 @@ def response_mask() -> torch.Tensor:
 
 
 def mask_of_responses() -> torch.Tensor:
-    """About half of the tokens, never a first one."""
+    """Return a mask of about half of the tokens, never of the first token of a sequence."""
     ids_T, cu_S1 = random_stream(LENGTHS)
     mask_T = torch.rand(ids_T.shape[0], generator=torch.Generator().manual_seed(3)) < 0.5
     mask_T[cu_S1[:-1].long()] = False
@@ -149,7 +152,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, An
 def reference(
     models: dict[str, tuple[Path, Any]], response_mask: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """transformers' log-probs of the response tokens."""
+    """Return transformers' log-probs of the response tokens by model."""
     ids_T, cu_S1 = random_stream(LENGTHS)
     return {
         case: reference_logprobs(model, ids_T, cu_S1, TEMPERATURE)[response_mask]
@@ -174,14 +177,14 @@ def results(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "layout"), POINTS)
-def test_logprobs_equal_transformers(
+def test_model_logprobs_equal_transformers_at_every_layout(
     case: str,
     layout: str,
     reference: dict[str, torch.Tensor],
     results: list[dict[tuple[str, str], Checked]],
 ) -> None:
     expected_R = reference[case]
-    assert expected_R.std() > 1, "log-probs must spread, or agreement means nothing"
+    assert expected_R.std() > 1, "log-probs must vary, otherwise agreement has no meaning"
     last_stage = [found for rank in results if (found := rank[case, layout]).logprobs_R is not None]
     assert len(last_stage) == RANKS // ALL_LAYOUTS[layout].get("pipeline", 1)
     for found in last_stage:
@@ -190,7 +193,7 @@ def test_logprobs_equal_transformers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "layout"), POINTS)
-def test_round_trip_is_bit_exact(
+def test_exported_weights_equal_the_original_bit_for_bit(
     case: str,
     layout: str,
     models: dict[str, tuple[Path, Any]],
@@ -207,7 +210,7 @@ def test_round_trip_is_bit_exact(
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[torch.device]:
-    """One process as its own process group, and its device."""
+    """Make this process its own process group, and return its device."""
     from megatron_async.trainer.parallel import parallel_session
 
     with parallel_session(ParallelConfig(), TrainerConfig(), seed=0) as layout:
@@ -221,7 +224,7 @@ def device() -> Iterator[torch.device]:
     [(case, "none") for case in (*CASES, *EXPERT_CASES)]
     + [("qwen3", "all"), ("gemma3", "all"), ("qwen3_moe", "all")],
 )
-def test_bfloat16_is_near_float32(
+def test_bfloat16_model_is_close_to_float32_and_has_finite_gradients(
     case: str, recompute: Recompute, device: torch.device, tmp_path: Path
 ) -> None:
     from megatron_async.models.load import load_hf_weights
@@ -245,7 +248,7 @@ def test_bfloat16_is_near_float32(
     assert isinstance(output, TokenLogprobs)
     assert output.logprobs_R.dtype is torch.float32
     expected_R = reference_logprobs(model, ids_T, cu_S1, 1.0)[mask_T.bool()]
-    # bfloat16 keeps eight bits: about 1 % of a log-prob of 5 nats.
+    # bfloat16 has eight significant bits, an error of about 1 % of a log-prob of 5 nats.
     assert (output.logprobs_R.cpu() - expected_R).abs().mean() < 0.05
     output.logprobs_R.sum().backward()
     for name, parameter in policy.named_parameters():

@@ -1,4 +1,4 @@
-"""The pieces of the policy model against plain references, and the devices of a trainer."""
+"""Tests parts of the policy model against plain references, and the devices of a trainer."""
 
 from __future__ import annotations
 
@@ -46,9 +46,7 @@ GPU = Capabilities("12.9", "a GPU", "2.9", None, "3")
 
 class TestAttention:
     @pytest.mark.parametrize("window", [None, 1, 3])
-    def test_equals_softmax_over_the_visible_keys_of_the_same_sequence(
-        self, window: int | None
-    ) -> None:
+    def test_packed_attention_equals_softmax_over_visible_keys(self, window: int | None) -> None:
         torch.manual_seed(0)
         lengths = [4, 1, 7]
         total, heads, groups, dim = sum(lengths), 4, 2, 8
@@ -75,14 +73,14 @@ class TestAttention:
         torch.manual_seed(1)
         cotangent = torch.randn_like(out)
         found = torch.autograd.grad(out, (query, key, value), cotangent)
-        wanted = torch.autograd.grad(expected, (query, key, value), cotangent)
-        for left, right in zip(found, wanted, strict=True):
+        reference = torch.autograd.grad(expected, (query, key, value), cotangent)
+        for left, right in zip(found, reference, strict=True):
             torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
 
 
 class TestRope:
     @pytest.mark.parametrize("case", ["qwen3", "llama3"])
-    def test_angles_equal_transformers_at_long_positions(self, case: str) -> None:
+    def test_rotary_angles_equal_transformers_at_long_positions(self, case: str) -> None:
         model = build_hf_model(case)
         rotary = model.model.rotary_emb
         positions = torch.tensor([0, 1, 63, 1000, 30000])
@@ -97,7 +95,8 @@ class TestRope:
     def test_yarn_of_qwen2_5_equals_transformers_beyond_its_original_context(
         self, changes: dict[str, float]
     ) -> None:
-        """Frequencies bit for bit; the factor on both cosine and sine is squared in the scores."""
+        """Frequencies must be equal bit for bit. The factor that scales both cosine and sine is
+        squared in the scores."""
         scaling = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, **changes}
         config = Qwen2Config(
             hidden_size=8192,
@@ -116,10 +115,11 @@ class TestRope:
         torch.testing.assert_close(ours, cos[0], rtol=0, atol=1e-7)
         ratio = (inverse_frequencies(Rope(1e6), 128) / frequencies).tolist()
         assert ratio[0] == 1 and ratio[-1] == pytest.approx(4)
-        assert any(1.1 < between < 3.9 for between in ratio)
+        assert any(1.1 < value < 3.9 for value in ratio)
 
-    def test_bfloat16_is_rotated_in_float32_and_rounded_once(self) -> None:
-        """Megatron's own function rounds sines and cosines first, which the limit excludes."""
+    def test_rotate_computes_bfloat16_in_float32_and_rounds_once(self) -> None:
+        """Megatron's own function rounds sines and cosines first, and exceeds the limit of this
+        test."""
         generator = torch.Generator().manual_seed(0)
         positions = torch.tensor([0, 1, 63, 1000, 30000])
         frequencies = inverse_frequencies(Rope(1e6), 64)
@@ -130,7 +130,7 @@ class TestRope:
         expected = exact.double() * cos + half.double() * sin
         ours = rotate(exact, Rotation.of(frequencies, positions))
         megatrons = _apply_rotary_pos_emb_bshd(exact[:, None], angles[:, None])[:, 0]
-        # One rounding to bfloat16 changes a number by at most 2^-8 of it.
+        # One rounding to bfloat16 changes a number by at most 2^-8 of its value.
         limit = expected.abs() * 2.0**-8 + 1e-6
         assert ours.dtype is torch.bfloat16
         assert bool(((ours.double() - expected).abs() <= limit).all())
@@ -148,7 +148,7 @@ class TestLayout:
             ({"ranks": 2, "expert": 2}, "parallel.expert is 2, but qwen3 has no experts"),
         ],
     )
-    def test_an_impossible_layout_names_the_setting_and_the_value(
+    def test_check_layout_error_names_the_setting_and_its_value(
         self, parallel: dict[str, int], message: str
     ) -> None:
         with pytest.raises(UserError, match=message):
@@ -162,7 +162,9 @@ class TestLayout:
             ({"ranks": 2, "tensor": 2}, "parallel.sequence is false"),
         ],
     )
-    def test_an_impossible_expert_layout(self, parallel: dict[str, int], message: str) -> None:
+    def test_check_layout_refuses_impossible_expert_layouts(
+        self, parallel: dict[str, int], message: str
+    ) -> None:
         from dataclasses import replace
 
         sparse = replace(DENSE, experts=Experts(6, 2, 16, True))
@@ -171,18 +173,18 @@ class TestLayout:
 
 
 class TestCapabilities:
-    def test_transformer_engine_is_used_where_it_is_usable(self) -> None:
+    def test_choose_selects_transformer_engine_when_it_is_usable(self) -> None:
         assert choose(ModelConfig(), GPU).layers == "transformer_engine"
         assert choose(ModelConfig(attention_backend="sdpa"), GPU).layers == "local"
 
-    def test_asking_for_what_is_not_there_is_refused(self) -> None:
+    def test_choose_refuses_transformer_engine_when_cuda_is_missing(self) -> None:
         with pytest.raises(UserError, match="attention_backend is transformer_engine, but no CUDA"):
             choose(ModelConfig(attention_backend="transformer_engine"), CPU_ONLY)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the adapter does nothing with CUDA")
 class TestDeviceAdapter:
-    def test_everything_is_restored_outside_even_after_an_error(self) -> None:
+    def test_device_adapter_restores_torch_even_after_an_error(self) -> None:
         from megatron.core.tensor_parallel import random as megatron_random
 
         before = (torch.cuda.synchronize, torch.cuda.Stream, megatron_random._get_cuda_rng_state)
@@ -194,7 +196,7 @@ class TestDeviceAdapter:
         with pytest.raises((AssertionError, RuntimeError)):
             torch.zeros(1, device="cuda")
 
-    def test_another_thread_enters_it_too(self) -> None:
+    def test_device_adapter_can_be_entered_by_another_thread(self) -> None:
         def device_type() -> str:
             with device_adapter():
                 return torch.zeros(1, device="cuda").device.type
@@ -204,7 +206,9 @@ class TestDeviceAdapter:
             assert torch.zeros(1, device="cuda").device.type == "cpu"
 
 
-def test_more_processes_than_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_group_is_refused_when_processes_exceed_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from megatron_async.config.model import TrainerConfig
     from megatron_async.trainer.parallel import start_process_group
 
@@ -215,7 +219,8 @@ def test_more_processes_than_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def other_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """PyPI's `apex` is a web toolkit: it imports, and has no optimizers."""
+    """Install a stand-in of PyPI's `apex`, a web toolkit that can be imported but has no
+    optimizers."""
     package = tmp_path / "apex"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -226,17 +231,17 @@ def other_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("other_apex")
-def test_a_run_beside_another_apex_does_without_nvidias() -> None:
+def test_detect_ignores_an_unrelated_apex_package() -> None:
     from megatron_async.trainer.capabilities import detect
 
     found = replace(detect.__wrapped__(), cuda="13.0")
     assert found.apex is not None and not found.usable_apex
 
 
-def test_transformer_engine_in_parts_of_two_versions_is_reported(
+def test_version_of_reports_broken_package_when_its_parts_mismatch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It checks its own parts with assertions."""
+    """Transformer Engine checks the versions of its own parts with assertions."""
     from megatron_async.trainer.capabilities import _version_of
 
     (tmp_path / "two_parts.py").write_text("assert False, 'package version mismatch'\n")
@@ -257,8 +262,8 @@ assert torch.compile is compile
 """
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU Megatron compiles")
-def test_a_rank_on_a_cpu_starts_without_the_compiler() -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Megatron compiles if there is a GPU")
+def test_rank_on_a_cpu_does_not_import_the_compiler() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _IMPORTED], capture_output=True, text=True, timeout=120
     )
@@ -266,7 +271,7 @@ def test_a_rank_on_a_cpu_starts_without_the_compiler() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "asked", "chosen"),
+    ("found", "setting", "chosen"),
     [
         ({"avx512_bf16": True}, "auto", "bfloat16"),
         ({"amx_bf16": True}, "auto", "bfloat16"),
@@ -275,9 +280,9 @@ def test_a_rank_on_a_cpu_starts_without_the_compiler() -> None:
         ({"avx512_bf16": True}, "float32", "float32"),
     ],
 )
-def test_fine_tuning_is_in_bfloat16_where_the_processor_multiplies_it(
-    monkeypatch: pytest.MonkeyPatch, found: dict[str, bool], asked: str, chosen: str
+def test_quick_dtype_is_bfloat16_when_the_processor_multiplies_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, found: dict[str, bool], setting: str, chosen: str
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert quick_dtype(build_config({"model": {"dtype": asked}})) == chosen
+    assert quick_dtype(build_config({"model": {"dtype": setting}})) == chosen

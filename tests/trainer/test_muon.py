@@ -1,4 +1,5 @@
-"""Muon against torch's own, and the same at every layout of ranks."""
+"""Tests the Muon optimizer against torch's Muon, and that its updates are equal at every layout of
+ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +21,11 @@ MUON = {"name": "muon", "lr": 1e-3, "weight_decay": 0.1}
 
 
 @given(rows=st.integers(1, 40), columns=st.integers(1, 40), seed=st.integers(0, 9))
-def test_singular_values_become_about_one(rows: int, columns: int, seed: int) -> None:
+def test_newton_schulz_brings_singular_values_close_to_one(
+    rows: int, columns: int, seed: int
+) -> None:
     values_RC = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
-    # Far apart, as a momentum's are, and none so small that five rounds do not reach it.
+    # Singular values are far apart, as those of a momentum, but large enough for five iterations.
     u, s, v = torch.linalg.svd(values_RC, full_matrices=False)
     spread = torch.logspace(0, -1.5, len(s))
     found = torch.linalg.svdvals(newton_schulz(u @ torch.diag(spread) @ v))
@@ -30,7 +33,7 @@ def test_singular_values_become_about_one(rows: int, columns: int, seed: int) ->
     assert found.max() < 1.3
 
 
-def test_a_matrix_moves_as_by_torch_and_another_parameter_as_by_adam() -> None:
+def test_muon_equals_torch_muon_for_matrices_and_adam_for_vectors() -> None:
     torch.manual_seed(0)
     matrix, vector = torch.randn(24, 40), torch.randn(24)
     ours = [torch.nn.Parameter(x.clone()) for x in (matrix, vector)]
@@ -51,7 +54,7 @@ def test_a_matrix_moves_as_by_torch_and_another_parameter_as_by_adam() -> None:
         adam.step()
     assert torch.equal(ours[1], theirs[1])
     moved = (theirs[0] - matrix).norm()
-    assert (ours[0] - theirs[0]).norm() < 0.01 * moved  # both orthogonalize in bfloat16
+    assert (ours[0] - theirs[0]).norm() < 0.01 * moved  # Both optimizers orthogonalize in bfloat16.
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -74,30 +77,30 @@ def after_two_steps(model_dir: Path, layouts: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_tensor_pipeline_and_data_parallel_ranks_make_the_same_updates(model_dir: Path) -> None:
+def test_muon_updates_are_equal_at_every_layout(model_dir: Path) -> None:
     reference = run_ranks(after_two_steps, 1, model_dir, {"one": {}}, timeout_seconds=60)[0]["one"]
     found = run_ranks(after_two_steps, 2, model_dir, LAYOUTS, timeout_seconds=120)[0]
     assert all(update.any() for update in reference.values())
     for layout, updates in found.items():
         for name, update in updates.items():
-            # Five rounds make rounding errors up to 3.4445 to the fifth times as large.
+            # Five iterations amplify rounding errors by up to 3.4445 to the fifth.
             worst = (update - reference[name]).abs().max() / reference[name].abs().max()
             assert worst < 1e-3, (layout, name, float(worst))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_matrices_of_layers_have_a_momentum_and_the_rest_adams_moments(
+def test_muon_state_is_momentum_for_layer_matrices_and_adam_for_the_rest(
     model_dir: Path, dtype: str
 ) -> None:
     config = settings(model_dir, {"optimizer": MUON, "model": {"dtype": dtype}})
     with single_process(), trainer_session(config) as trainer:
         loss = trainer.train_batch(ragged_batch()).loss
-        held = {
+        states_of = {
             name: set(trainer.optimizer.chained_optimizers[0].optimizer.state[main])
             for name, parameter in trainer.model[0].named_parameters()
             for main in [getattr(parameter, "main_param", parameter)]
         }
     assert math.isfinite(loss)
-    for name, states in held.items():
+    for name, states in states_of.items():
         matrix = ".layers." in name and "layernorm" not in name
         assert states == ({MOMENTUM} if matrix else {"step", *ADAM}), name

@@ -1,7 +1,8 @@
-"""Between two microbatches the host waits for nothing that the device computes.
+"""Tests that the host does not wait for device results between two microbatches.
 
-On a GPU each such wait leaves it without work. Counted on a CPU, where the same calls are made:
-every operation that must know a value, or how many there are, before it returns.
+On a GPU, each such wait leaves the device without work. The test runs on a CPU, where the same
+calls are made, and counts every operation that must know a value, or the size of a result, before
+it returns.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _WAITS = {
 
 
 class Waits(TorchDispatchMode):
-    """Counts what a GPU would be waited for."""
+    """Counts the operations for which the host would wait for a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,15 +56,19 @@ class Waits(TorchDispatchMode):
 def waits(
     monkeypatch: pytest.MonkeyPatch, trainer: PolicyTrainer, work: Callable[[PolicyRunner], object]
 ) -> Counter[str]:
-    """Of the schedule: microbatches are built before it."""
+    """Count the waits of `work` while the schedule runs; the microbatches are built before the
+    schedule and not counted."""
     from megatron_async.trainer.attention_kernels import packed_attention as per_sequence
 
     mode, run, tolist = Waits(), PolicyRunner._run, torch.Tensor.tolist
-    # Off the CPU these are asserted on the device.
+    # On other devices, targets are asserted on the device, without a wait.
     monkeypatch.setattr(head_module_of_call(), "_check_targets", lambda *_: None)
 
-    def listed(tensor: torch.Tensor) -> Any:
-        """Not dispatched on a CPU. Attention there runs sequence by sequence."""
+    def counted_tolist(tensor: torch.Tensor) -> Any:
+        """Count a `tolist`, which is not dispatched on a CPU, unless attention calls it.
+
+        Attention on a CPU runs sequence by sequence and reads the borders.
+        """
         frame: Any = sys._getframe(1)
         while frame is not None and frame.f_globals["__name__"] != per_sequence.__module__:
             frame = frame.f_back
@@ -72,7 +77,7 @@ def waits(
 
     def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
         with mode, monkeypatch.context() as during:
-            during.setattr(torch.Tensor, "tolist", listed)
+            during.setattr(torch.Tensor, "tolist", counted_tolist)
             return run(*args, **kwargs)
 
     monkeypatch.setattr(PolicyRunner, "_run", counted)
@@ -81,20 +86,21 @@ def waits(
 
 
 def head_module_of_call() -> Any:
-    """The module, which its function hides in the package's names."""
+    """Return the module of `token_logprob`, which the function of the same name hides in the
+    package."""
     return sys.modules[head_module.__module__]
 
 
 LOSSES = {
-    "a token's own loss": {"recipe": "copris"},
-    "sequences": {"recipe": "pipeline_rl", "loss": {"aggregation": "seq_mean_token_mean"}},
+    "token loss": {"recipe": "copris"},
+    "sequence loss": {"recipe": "pipeline_rl", "loss": {"aggregation": "seq_mean_token_mean"}},
     "rapid": {"recipe": "rapid"},
 }
 HALVES = {"groups_per_batch": 6, "group_size": 4, "updates_per_batch": 2}
 
 
 @pytest.mark.parametrize("algorithm", LOSSES.values(), ids=LOSSES)
-def test_microbatches_of_a_gradient_wait_for_nothing(
+def test_rl_gradients_have_no_device_waits_between_microbatches(
     algorithm: dict[str, Any], model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer_settings = {"microbatch_tokens": 16}
@@ -114,7 +120,7 @@ def test_microbatches_of_a_gradient_wait_for_nothing(
         assert counts[0] > 3
 
 
-def test_neither_do_those_of_fine_tuning_or_of_log_probs(
+def test_sft_and_logprobs_have_no_device_waits_between_microbatches(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with single_process(), trainer_session(settings(model_dir, {})) as trainer:

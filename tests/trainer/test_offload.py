@@ -1,4 +1,5 @@
-"""Device memory given away and taken back: bit for bit the same trainer, and really away."""
+"""Tests that offloading frees the trainer's device memory, and that reloading restores the trainer
+bit for bit."""
 
 from __future__ import annotations
 
@@ -22,28 +23,30 @@ from tests.trainer.cases import ragged_batch, settings, trainer_session
 
 
 def everything(_tensor: torch.Tensor) -> bool:
-    """On a CPU nothing has to move; for the tests all of it does."""
+    """Select every tensor for offloading; on a CPU no tensor would have to move."""
     return True
 
 
-def test_host_memory_is_asked_for_once() -> None:
-    """Pinning takes longer than copying, and what leaves is the same every step."""
+def test_host_copies_allocate_host_memory_only_once() -> None:
+    """Pinning memory takes longer than copying, and the same tensors are offloaded every step."""
     tensors = [torch.randn(1000), torch.randn(7)]
     copies = HostCopies(everything)
     copies.offload(tensors)
     copies.onload()
-    held = [buffer.data_ptr() for buffer in copies._host._kept]
-    assert len(held) == len(tensors)
+    pointers = [buffer.data_ptr() for buffer in copies._host._kept]
+    assert len(pointers) == len(tensors)
     originals = [tensor.clone() for tensor in tensors]
     copies.offload(tensors)
-    assert [buffer.data_ptr() for buffer in copies._host._kept] == held
+    assert [buffer.data_ptr() for buffer in copies._host._kept] == pointers
     copies.onload()
     assert all(torch.equal(a, b) for a, b in zip(tensors, originals, strict=True))
 
 
 @pytest.mark.slow
 @pytest.mark.one_core
-def test_gradients_are_freed_and_not_copied_to_host_memory(model_dir: Path, process: None) -> None:
+def test_offload_frees_gradients_without_copying_them_to_the_host(
+    model_dir: Path, process: None
+) -> None:
     with trainer_session(settings(model_dir, {"model": {"dtype": "bfloat16"}})) as trainer:
         memory = TrainerOffloader(trainer, everything)
         kept = [
@@ -60,8 +63,8 @@ def test_gradients_are_freed_and_not_copied_to_host_memory(model_dir: Path, proc
         assert all(x.untyped_storage().nbytes() for x in gradients)
 
 
-def held(trainer: PolicyTrainer) -> tuple[int, int]:
-    """Bytes of the weights, and of everything else."""
+def memory_of(trainer: PolicyTrainer) -> tuple[int, int]:
+    """Return the bytes of the weights, and of gradients and optimizer states together."""
 
     def size(tensors: Iterator[torch.Tensor]) -> int:
         storages = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}
@@ -75,32 +78,32 @@ def held(trainer: PolicyTrainer) -> tuple[int, int]:
 @pytest.mark.one_core
 @pytest.mark.parametrize("distributed", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_trainer_that_was_away_trains_on_as_if_it_had_not_been(
+def test_offloaded_trainer_trains_bit_for_bit_as_a_resident_one(
     model_dir: Path, process: None, distributed: bool, dtype: str
 ) -> None:
     kind = merge(
         {"optimizer": {"lr": 1e-3, "distributed": distributed}}, {"model": {"dtype": dtype}}
     )
     losses: dict[bool, list[float]] = {}
-    for away in (False, True):
+    for offloads in (False, True):
         with trainer_session(settings(model_dir, kind)) as trainer:
             memory = TrainerOffloader(trainer, everything)
-            full = held(trainer)
-            losses[away] = []
+            full = memory_of(trainer)
+            losses[offloads] = []
             for step in range(3):
                 memory.keep_on_device(DeviceContents.ALL)
-                losses[away].append(trainer.train_batch(ragged_batch(step)).loss)
-                if not away:
+                losses[offloads].append(trainer.train_batch(ragged_batch(step)).loss)
+                if not offloads:
                     continue
                 memory.keep_on_device(DeviceContents.WEIGHTS)
-                weights, rest = held(trainer)
+                weights, rest = memory_of(trainer)
                 assert weights > 0 and rest < full[1]
                 before = trainer.compute_logprobs(ragged_batch(step))
                 memory.keep_on_device(DeviceContents.NOTHING)
-                assert held(trainer) == (0, 0)
+                assert memory_of(trainer) == (0, 0)
                 memory.keep_on_device(DeviceContents.WEIGHTS)
                 assert (trainer.compute_logprobs(ragged_batch(step)) == before).all()
                 memory.keep_on_device(DeviceContents.NOTHING)
             memory.keep_on_device(DeviceContents.ALL)
-            assert held(trainer) == full
+            assert memory_of(trainer) == full
     assert losses[True] == losses[False]

@@ -1,4 +1,5 @@
-"""The learning-rate schedule and weight decay (the rest is tested through training steps)."""
+"""Tests the learning-rate schedule, weight decay and the gradient norm; other tests cover the
+optimizer through training steps."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ from megatron_async.trainer.optimizer import gradient_norm, learning_rate
 from tests.trainer.cases import ragged_batch, settings, single_process, trainer_session, weights
 
 
-def test_warm_up_is_linear_and_never_zero() -> None:
+def test_learning_rate_warm_up_is_linear_and_never_zero() -> None:
     config = OptimizerConfig(lr=1.0, warmup_steps=3)
     rates = [learning_rate(config, update, 10) for update in range(5)]
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
 
 
-def test_the_cosine_goes_from_peak_to_minimum() -> None:
+def test_cosine_schedule_falls_from_peak_to_minimum() -> None:
     config = OptimizerConfig(lr=2.0, min_lr=1.0, schedule="cosine")
     rates = [learning_rate(config, update, 4) for update in (0, 2, 4, 100)]
     assert rates == pytest.approx([2.0, 1.5, 1.0, 1.0])
@@ -35,7 +36,7 @@ def test_the_cosine_goes_from_peak_to_minimum() -> None:
     total=st.integers(1, 100),
     schedule=st.sampled_from(["constant", "cosine"]),
 )
-def test_the_rate_stays_within_its_bounds_and_only_falls_after_warm_up(
+def test_learning_rate_stays_in_bounds_and_never_rises_after_warm_up(
     warmup: int, total: int, schedule: str
 ) -> None:
     config = OptimizerConfig(lr=1e-3, min_lr=1e-5, warmup_steps=warmup, schedule=schedule)  # type: ignore[arg-type]
@@ -48,13 +49,15 @@ def test_the_rate_stays_within_its_bounds_and_only_falls_after_warm_up(
 @pytest.mark.parametrize(
     "optimizer", [{"distributed": True}, {"distributed": False}, {"name": "muon"}]
 )
-def test_matrices_decay_and_norms_do_not(model_dir: Path, optimizer: dict[str, Any]) -> None:
+def test_weight_decay_applies_to_matrices_but_not_to_norms(
+    model_dir: Path, optimizer: dict[str, Any]
+) -> None:
     after = []
     for decay in (0.0, 0.5):
-        wanted = {"lr": 0.01, "weight_decay": decay, **optimizer}
+        optimizer_settings = {"lr": 0.01, "weight_decay": decay, **optimizer}
         with (
             single_process(),
-            trainer_session(settings(model_dir, {"optimizer": wanted})) as trainer,
+            trainer_session(settings(model_dir, {"optimizer": optimizer_settings})) as trainer,
         ):
             before = weights(trainer)
             trainer.train_batch(ragged_batch())
@@ -62,14 +65,14 @@ def test_matrices_decay_and_norms_do_not(model_dir: Path, optimizer: dict[str, A
     without, decayed = after
     assert any("norm" in name for name in before)
     for name, value in before.items():
-        lost = 0.0 if "norm" in name else 0.01 * 0.5
-        assert decayed[name] == pytest.approx(without[name] - lost * value, abs=1e-6), name
+        decay_step = 0.0 if "norm" in name else 0.01 * 0.5
+        assert decayed[name] == pytest.approx(without[name] - decay_step * value, abs=1e-6), name
 
 
 def test_gradient_norm_is_exact_when_a_tensor_is_large(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`torch.norm` in float32 is 1.7e-3 too small at as many elements."""
+    """For this number of elements, the result of `torch.norm` in float32 is 1.7e-3 too small."""
     large = torch.full((28_000_000,), 1e-3)
     with single_process(), trainer_session(settings(model_dir)) as trainer:
         assert len(trainer.optimizer.chained_optimizers) == 1

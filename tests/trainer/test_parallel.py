@@ -1,4 +1,5 @@
-"""Ranks meet at a port that torchrun chose seconds before; another process may have it by then."""
+"""Tests the start of the process group when its port, which torchrun chose seconds before, is in
+use by another process."""
 
 import os
 import socket
@@ -22,21 +23,21 @@ print("joined")
 """
 
 
-def taken_port() -> socket.socket:
-    taken = socket.socket()
-    taken.bind(("0.0.0.0", 0))
-    taken.listen()
-    return taken
+def listening_socket() -> socket.socket:
+    listening = socket.socket()
+    listening.bind(("0.0.0.0", 0))
+    listening.listen()
+    return listening
 
 
-def torchruns_variables(port: int) -> dict[str, str]:
+def torchrun_variables(port: int) -> dict[str, str]:
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     return {**rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
-def test_a_port_that_is_taken_for_a_moment_is_waited_for() -> None:
-    with taken_port() as taken:
-        variables = torchruns_variables(taken.getsockname()[1])
+def test_process_group_start_waits_when_its_port_is_briefly_in_use() -> None:
+    with listening_socket() as listening:
+        variables = torchrun_variables(listening.getsockname()[1])
         rank = subprocess.Popen(
             [sys.executable, "-c", JOIN],
             stdout=subprocess.PIPE,
@@ -45,18 +46,20 @@ def test_a_port_that_is_taken_for_a_moment_is_waited_for() -> None:
         )
         assert rank.stdout is not None
         assert rank.stdout.readline() == "imported\n"
-        time.sleep(2.0)  # several attempts
+        time.sleep(2.0)  # Enough for several attempts.
         assert rank.poll() is None
-        taken.close()
+        listening.close()
         out, _ = rank.communicate(timeout=120)
     assert (rank.returncode, out) == (0, "joined\n")
 
 
-def test_one_that_stays_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_group_start_fails_when_its_port_stays_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(parallel, "_PORT_SECONDS", 1.0)
-    with taken_port() as taken:
-        port = taken.getsockname()[1]
-        for name, value in torchruns_variables(port).items():
+    with listening_socket() as listening:
+        port = listening.getsockname()[1]
+        for name, value in torchrun_variables(port).items():
             monkeypatch.setenv(name, value)
         with pytest.raises(ComponentFailure, match=f"port {port} of 127.0.0.1, .* another process"):
             parallel.start_process_group(ParallelConfig(), TrainerConfig())

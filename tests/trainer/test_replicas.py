@@ -1,4 +1,5 @@
-"""Copies that ranks must hold equal are compared; a difference in one bit stops the run by name."""
+"""Tests the comparison of copies that must be equal on several ranks; a difference of one bit stops
+the run with the tensor's name."""
 
 from __future__ import annotations
 
@@ -18,44 +19,46 @@ from tests.hf_models import save_hf_model
 from tests.trainer.cases import ragged_batch, settings, trainer_session
 
 
-def test_equal_copies_are_no_difference() -> None:
+def test_differences_is_empty_when_copies_are_equal() -> None:
     assert (
         differences([[("norm", 0, 5), ("matrix", 0, 7)], [("matrix", 1, 7), ("norm", 1, 5)]]) == []
     )
 
 
-def test_a_difference_has_the_ranks_of_each_version() -> None:
+def test_difference_lists_the_ranks_of_each_version() -> None:
     found = differences([[("norm", r, 5), ("matrix", r, 8 if r == 2 else 7)] for r in range(4)])
     assert found == [Difference("matrix", ((0, 1, 3), (2,)))]
 
 
-def test_parts_of_one_copy_are_added_modulo_2_to_the_64() -> None:
+def test_differences_adds_shard_checksums_modulo_2_to_the_64() -> None:
     largest = 2**63 - 1
-    for last, sides in ((2, []), (3, [((0, 1), (2, 3))])):
-        parts = zip((0, 0, 2, 2), (largest, largest, -4, last), strict=True)
-        found = differences([[("norm", owner, part)] for owner, part in parts])
-        assert [one.rank_groups for one in found] == sides
+    for last, rank_groups in ((2, []), (3, [((0, 1), (2, 3))])):
+        checksums = zip((0, 0, 2, 2), (largest, largest, -4, last), strict=True)
+        found = differences([[("norm", owner, checksum)] for owner, checksum in checksums])
+        assert [difference.rank_groups for difference in found] == rank_groups
 
 
-def test_the_sentence_counts_ranks_in_runs() -> None:
+def test_difference_message_shows_spans_of_ranks() -> None:
     difference = Difference("model.norm.weight", ((0, 1, 2, 5), (3, 4)))
     assert str(difference) == "model.norm.weight (not the same on ranks 0-2, 5 and on ranks 3-4)"
 
 
 @dataclass(frozen=True)
 class Plant:
-    """One bit of one rank's copy: of a parameter, or of the optimizer's float32 copy of it."""
+    """One bit to flip in one rank's copy of a parameter, or in the optimizer's float32 copy of the
+    parameter."""
 
     parameter: str
     rank: int
-    named: str
-    sides: tuple[tuple[int, ...], ...]
+    message: str
+    rank_groups: tuple[tuple[int, ...], ...]
     of_optimizer: bool = False
 
 
 @dataclass(frozen=True)
 class World:
-    """A model at a layout of four ranks, and what is planted in it, one after the other."""
+    """A model at a layout of four ranks, and the bits that are flipped in it, one after the
+    other."""
 
     model: str
     changes: dict[str, Any]
@@ -156,7 +159,8 @@ WORLDS = {
 
 @dataclass(frozen=True)
 class Seen:
-    """By one rank: differences after two healthy steps, with each plant, and when it was undone."""
+    """Differences that one rank found: after two healthy steps, with each flipped bit, and after
+    the bits were restored."""
 
     healthy: list[Difference]
     planted: list[list[Difference]]
@@ -164,7 +168,8 @@ class Seen:
 
 
 def plant_everywhere(models: dict[str, str]) -> dict[str, Seen]:
-    """In each rank: every world of `WORLDS`, one after the other."""
+    """Run in each rank: flip and restore the bits of every world of `WORLDS`, and return the
+    differences found."""
     found = {}
     for name, world in WORLDS.items():
         config = settings(
@@ -191,7 +196,7 @@ def plant_everywhere(models: dict[str, str]) -> dict[str, Seen]:
 
 @torch.no_grad()
 def _flip_a_bit(trainer: Any, plant: Plant) -> None:
-    """The lowest bit of an element's float32, or of its bfloat16."""
+    """Flip the lowest bit of an element of the float32 or bfloat16 copy."""
     if dist.get_rank() == plant.rank:
         values = dict(trainer.model[0].named_parameters())[plant.parameter]
         if plant.of_optimizer:
@@ -215,22 +220,25 @@ def seen(models: dict[str, str]) -> list[dict[str, Seen]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WORLDS)
-def test_after_training_no_copies_differ(name: str, seen: list[dict[str, Seen]]) -> None:
+def test_replica_check_finds_no_difference_after_healthy_steps(
+    name: str, seen: list[dict[str, Seen]]
+) -> None:
     assert [rank[name].healthy + rank[name].after for rank in seen] == [[]] * 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WORLDS)
-def test_one_bit_on_one_rank_is_found_and_named_on_all(
+def test_replica_check_names_a_flipped_bit_of_one_rank_on_all_ranks(
     name: str, seen: list[dict[str, Seen]]
 ) -> None:
-    expected = [[Difference(plant.named, plant.sides)] for plant in WORLDS[name].plants]
+    expected = [[Difference(plant.message, plant.rank_groups)] for plant in WORLDS[name].plants]
     for rank in seen:
         assert rank[name].planted == expected
 
 
 def train_until_it_stops(model: str, every: int, wrong_from: int, steps: int) -> tuple[int, str]:
-    """Steps done and the error, on a rank; rank 1's norm gradient is wrong from a step on."""
+    """Return this rank's number of completed steps and the error; from a step on, rank 1's gradient
+    of a norm is wrong."""
     config = settings(
         Path(model),
         {
@@ -255,19 +263,19 @@ def train_until_it_stops(model: str, every: int, wrong_from: int, steps: int) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("every", "wrong_from", "stops_in"),
+    ("every", "wrong_from", "stop_step"),
     [(10, 0, 0), (3, 1, 2), (0, 0, 4)],
     ids=["after the first step", "every three steps", "never"],
 )
-def test_a_run_stops_at_the_comparison_after_copies_part(
-    every: int, wrong_from: int, stops_in: int, models: dict[str, str]
+def test_training_stops_at_the_next_comparison_when_copies_differ(
+    every: int, wrong_from: int, stop_step: int, models: dict[str, str]
 ) -> None:
     results = run_ranks(
         train_until_it_stops, 2, models["qwen3"], every, wrong_from, 4, timeout_seconds=120
     )
-    assert results[0] == results[1], "every rank raises the same error"
+    assert results[0] == results[1], "every rank must raise the same error"
     steps, message = results[0]
-    assert steps == stops_in
+    assert steps == stop_step
     if every:
         assert message.startswith(
             "weights that must be equal on several trainer ranks differ: model.norm.weight "

@@ -1,4 +1,5 @@
-"""One trainer in one process: RL updates, minibatches, the reference policy, skipped steps, SFT."""
+"""Tests one trainer in one process: RL updates, minibatches, the reference policy, skipped steps,
+and SFT."""
 
 from __future__ import annotations
 
@@ -31,12 +32,12 @@ def trainer_with(model_dir: Path, **changes: Any) -> Iterator[PolicyTrainer]:
 
 
 def on_policy(trainer: PolicyTrainer, batch: TokenBatch) -> TokenBatch:
-    """The batch as if the current policy had written it."""
+    """Return the batch with log-probs as if the current policy had generated it."""
     return replace(batch, rollout_logprobs_T=trainer.compute_logprobs(batch))
 
 
 def poisoned(batch: TokenBatch) -> TokenBatch:
-    """A behavior log-prob of a trained token is not a number."""
+    """Return the batch with NaN as the behavior log-prob of one trained token."""
     logprobs_T = batch.rollout_logprobs_T.copy()
     logprobs_T[np.flatnonzero(batch.loss_mask_T)[5]] = np.nan
     return replace(batch, rollout_logprobs_T=logprobs_T)
@@ -46,7 +47,7 @@ def changed(trainer: PolicyTrainer, before: dict[str, torch.Tensor]) -> bool:
     return any(not torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
 
 
-def test_log_probs_are_zero_where_nothing_is_trained_and_follow_the_temperature(
+def test_compute_logprobs_masks_tokens_and_applies_the_temperature(
     model_dir: Path,
 ) -> None:
     batch = ragged_batch()
@@ -61,7 +62,7 @@ def test_log_probs_are_zero_where_nothing_is_trained_and_follow_the_temperature(
     assert np.abs(logprobs_T[batch.loss_mask_T != 0] - uniform).max() > 0.5
 
 
-def test_good_answers_become_likelier_than_bad_ones(model_dir: Path) -> None:
+def test_train_batch_raises_log_probs_of_rewarded_responses(model_dir: Path) -> None:
     with trainer_with(model_dir) as trainer:
         batch = on_policy(trainer, ragged_batch())
         before_T = trainer.compute_logprobs(batch)
@@ -75,21 +76,26 @@ def test_good_answers_become_likelier_than_bad_ones(model_dir: Path) -> None:
     weights_R = np.exp(reports[2].log_weights.astype(np.float64))
     assert weights_R.size == trained.sum() and np.abs(reports[0].log_weights).max() < 1e-3
     ess = weights_R.sum() ** 2 / (weights_R.size * (weights_R**2).sum())
-    assert ess == pytest.approx(reports[2].metrics["off_policy/ess"]), "histogram and metric agree"
+    assert ess == pytest.approx(reports[2].metrics["off_policy/ess"]), (
+        "histogram and metric must agree"
+    )
     assert trainer.version == PolicyVersion(3, 3)
 
 
-def test_a_batch_is_trained_in_h_minibatches(model_dir: Path) -> None:
+def test_train_batch_makes_as_many_updates_as_the_setting(model_dir: Path) -> None:
     with trainer_with(model_dir, schedule={"updates_per_batch": 3}) as trainer:
         report = trainer.train_batch(ragged_batch())
         assert (report.updates, trainer.step) == (3, 1)
-        assert report.log_weights.size == report.num_trained_tokens, "those of all minibatches"
+        assert report.log_weights.size == report.num_trained_tokens, (
+            "the report must cover all minibatches"
+        )
 
 
-def test_learning_rate_reaches_its_minimum_at_the_last_update_of_the_last_epoch(
+def test_learning_rate_reaches_its_minimum_at_the_last_update_of_the_run(
     model_dir: Path,
 ) -> None:
-    """Also where updates or a whole batch were skipped, and after a resume."""
+    """The schedule must be right even if updates or a complete batch were skipped, and after a
+    resume."""
     optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-5, schedule="cosine", warmup_steps=2)
     changes = {
         "steps": 5,
@@ -98,9 +104,9 @@ def test_learning_rate_reaches_its_minimum_at_the_last_update_of_the_last_epoch(
         "algorithm": {"epochs": 3},
     }
     batch = ragged_batch()
-    worthless = replace(batch, rewards_S=np.full_like(batch.rewards_S, np.nan))
+    no_rewards = replace(batch, rewards_S=np.full_like(batch.rewards_S, np.nan))
     with trainer_with(model_dir, **changes) as trainer:
-        reports = [trainer.train_batch(one) for one in (batch, poisoned(batch), worthless)]
+        reports = [trainer.train_batch(each) for each in (batch, poisoned(batch), no_rewards)]
         progress = trainer.progress()
     with trainer_with(model_dir, **changes) as trainer:
         trainer.restore_progress(progress)
@@ -114,7 +120,7 @@ def test_learning_rate_reaches_its_minimum_at_the_last_update_of_the_last_epoch(
 @pytest.mark.parametrize(
     "recipe", ["copris", "pipeline_rl", "prime_rl", "rapid", "grpo", "dapo", "pg"]
 )
-def test_every_recipe_makes_a_step(model_dir: Path, recipe: str) -> None:
+def test_every_recipe_changes_weights_in_a_step(model_dir: Path, recipe: str) -> None:
     changes = {"recipe": recipe}
     schedule = {"groups_per_batch": 6, "group_size": 4, "updates_per_batch": 2}
     with trainer_with(model_dir, algorithm=changes, schedule=schedule) as trainer:
@@ -127,10 +133,11 @@ def test_every_recipe_makes_a_step(model_dir: Path, recipe: str) -> None:
         assert changed(trainer, before)
 
 
-def test_bfloat16_weights_are_trained_through_float32_ones(model_dir: Path) -> None:
+def test_bfloat16_weights_are_updated_through_float32_copies(model_dir: Path) -> None:
     """Norm weights start at 1, where half a step of bfloat16 is 2e-3 or more.
 
-    Updates of at most 1e-3 reach them only because they add up in float32. Gradients are float32.
+    Updates of at most 1e-3 change the norm weights only because they accumulate in float32.
+    Gradients are float32.
     """
     changes = {"model": {"dtype": "bfloat16"}, "optimizer": {"lr": 1e-3}}
     with trainer_with(model_dir, **changes) as trainer:
@@ -146,8 +153,9 @@ def test_bfloat16_weights_are_trained_through_float32_ones(model_dir: Path) -> N
         assert any(not torch.equal(after[name], before[name]) for name in norms)
 
 
-def test_the_reference_policy_stays_what_it_was(model_dir: Path) -> None:
-    """KL to the reference is 0 before the first update and positive later; the policy is intact."""
+def test_reference_policy_is_unchanged_by_updates(model_dir: Path) -> None:
+    """KL to the reference is 0 before the first update and positive later, and computing it does
+    not change the policy."""
     algorithm = {"kl": {"loss_coef": 0.1, "loss_estimator": "k3"}}
     with trainer_with(model_dir, algorithm=algorithm) as trainer:
         batch = on_policy(trainer, ragged_batch())
@@ -159,39 +167,39 @@ def test_the_reference_policy_stays_what_it_was(model_dir: Path) -> None:
         assert changed(trainer, between)
 
 
-seen: list[LossInputs] = []
+received: list[LossInputs] = []
 
 
 def reading_routes(tokens: LossInputs) -> torch.Tensor:
-    seen.append(tokens)
+    received.append(tokens)
     return -tokens.logprobs_T * tokens.columns["routes"][:, 1, 3].float()
 
 
-def test_a_column_reaches_a_loss_of_the_users_beside_its_token(model_dir: Path) -> None:
-    """Both hold the token's place in the batch."""
+def test_batch_columns_reach_a_user_loss_with_their_tokens(model_dir: Path) -> None:
+    """The column and the log-prob of a token both contain the token's index in the batch."""
     batch = ragged_batch()
-    place_T = np.arange(batch.num_tokens)
-    routes_T = np.broadcast_to(place_T[:, None, None], (batch.num_tokens, 2, 4)).astype(np.int16)
-    logprobs_T = (-place_T * batch.loss_mask_T / 1024).astype(np.float32)
+    index_T = np.arange(batch.num_tokens)
+    routes_T = np.broadcast_to(index_T[:, None, None], (batch.num_tokens, 2, 4)).astype(np.int16)
+    logprobs_T = (-index_T * batch.loss_mask_T / 1024).astype(np.float32)
     batch = replace(batch, rollout_logprobs_T=logprobs_T, columns={"routes": routes_T})
     changes: dict[str, Any] = {
         "algorithm": {"recipe": "copris", "loss": f"{__name__}:reading_routes"},
         "schedule": {"updates_per_batch": 2},
     }
-    seen.clear()
+    received.clear()
     with trainer_with(model_dir, **changes) as trainer:
         assert not trainer.train_batch(batch).skipped
-    assert len(seen) > 3
-    places = torch.cat([tokens.columns["routes"][:, 0, 0] for tokens in seen])
-    logprobs = torch.cat([tokens.rollout_logprobs_T for tokens in seen])
-    assert places.dtype is torch.int16 and torch.equal(-logprobs * 1024, places.float())
-    assert sorted(places.tolist()) == np.flatnonzero(batch.loss_mask_T).tolist()
+    assert len(received) > 3
+    indices = torch.cat([tokens.columns["routes"][:, 0, 0] for tokens in received])
+    logprobs = torch.cat([tokens.rollout_logprobs_T for tokens in received])
+    assert indices.dtype is torch.int16 and torch.equal(-logprobs * 1024, indices.float())
+    assert sorted(indices.tolist()) == np.flatnonzero(batch.loss_mask_T).tolist()
 
 
 # ------------------------------------------------------------ steps that are not finite
 
 
-def test_a_batch_with_a_non_finite_log_prob_is_skipped_whole(model_dir: Path) -> None:
+def test_train_batch_is_skipped_when_a_log_prob_is_not_finite(model_dir: Path) -> None:
     with trainer_with(model_dir) as trainer:
         before = weights(trainer)
         report = trainer.train_batch(poisoned(ragged_batch()))
@@ -203,8 +211,8 @@ def test_a_batch_with_a_non_finite_log_prob_is_skipped_whole(model_dir: Path) ->
         assert not trainer.train_batch(ragged_batch()).skipped
 
 
-def test_a_gradient_that_is_not_finite_is_not_applied(model_dir: Path) -> None:
-    """The loss is finite, the backward pass is not (a hook stands for an overflow there)."""
+def test_train_batch_applies_no_gradient_that_is_not_finite(model_dir: Path) -> None:
+    """The loss is finite, but the backward pass is not; a hook simulates an overflow."""
     with trainer_with(model_dir) as trainer:
         before = weights(trainer)
         parameter = next(trainer.model[0].parameters())
@@ -218,7 +226,7 @@ def test_a_gradient_that_is_not_finite_is_not_applied(model_dir: Path) -> None:
         assert np.isfinite(trainer.train_batch(ragged_batch()).grad_norm)
 
 
-def test_one_bad_minibatch_does_not_cost_the_others(model_dir: Path) -> None:
+def test_train_batch_skips_only_the_minibatch_that_is_not_finite(model_dir: Path) -> None:
     batch = ragged_batch()
     last = batch.cu_seqlens_S1[-2]
     logprobs_T = batch.rollout_logprobs_T.copy()
@@ -229,7 +237,7 @@ def test_one_bad_minibatch_does_not_cost_the_others(model_dir: Path) -> None:
     assert (report.updates, report.skipped_updates, report.skipped) == (2, 1, False)
 
 
-def test_the_run_stops_after_too_many_skips_in_a_row(model_dir: Path) -> None:
+def test_train_batch_raises_after_three_skipped_updates_in_a_row(model_dir: Path) -> None:
     with trainer_with(model_dir) as trainer:
         trainer.train_batch(poisoned(ragged_batch()))
         trainer.train_batch(ragged_batch())
@@ -239,7 +247,7 @@ def test_the_run_stops_after_too_many_skips_in_a_row(model_dir: Path) -> None:
             trainer.train_batch(poisoned(ragged_batch()))
 
 
-def test_a_missing_model_directory_is_one_sentence(tmp_path: Path) -> None:
+def test_trainer_error_names_the_missing_model_directory(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere"), trainer_with(tmp_path / "nowhere"):
         pass
 
@@ -251,7 +259,7 @@ def tuned_trainer(model_dir: Path) -> Iterator[PolicyTrainer]:
         yield trainer
 
 
-def test_the_loss_is_transformers_cross_entropy_over_the_trained_tokens(
+def test_sft_loss_equals_transformers_cross_entropy_of_trained_tokens(
     tuned_trainer: PolicyTrainer, model_dir: Path
 ) -> None:
     batch = ragged_batch()
@@ -268,14 +276,14 @@ def test_the_loss_is_transformers_cross_entropy_over_the_trained_tokens(
     assert report.loss == pytest.approx(total / batch.num_trained_tokens, rel=1e-5)
 
 
-def test_fine_tuning_lowers_the_loss(tuned_trainer: PolicyTrainer) -> None:
+def test_train_sft_lowers_the_loss(tuned_trainer: PolicyTrainer) -> None:
     batch = ragged_batch()
     losses = [tuned_trainer.train_sft(batch).loss for _ in range(12)]
     assert losses[-1] < 0.75 * losses[0]
     assert tuned_trainer.step == 12
 
 
-def test_the_report_counts_the_batch(tuned_trainer: PolicyTrainer) -> None:
+def test_train_sft_reports_the_counts_of_the_batch(tuned_trainer: PolicyTrainer) -> None:
     batch = ragged_batch()
     report = tuned_trainer.train_sft(batch)
     assert (report.step, report.updates, report.skipped) == (0, 1, False)

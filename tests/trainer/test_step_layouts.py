@@ -1,9 +1,10 @@
-"""The same step at layouts of two ranks: log-probs, losses and metrics equal those of one process.
+"""Tests that a step at layouts of two ranks has the log-probs, losses and metrics of a step in one
+process.
 
-`test_gradient_parity.py` compares gradients of RL steps at every layout with autograd. Here is what
-it does not have: a step of supervised fine-tuning in which one data-parallel rank has nothing to
-do, metrics, several steps, and steps that are skipped. Gradients are read off one step of Adam in
-its linear regime (see `cases.LINEAR_ADAM`).
+`test_gradient_parity.py` compares gradients of RL steps at every layout with autograd. This module
+adds a step of supervised fine-tuning in which one data-parallel rank has no sequence, metrics,
+several steps, and skipped steps. Gradients are derived from one step of Adam in its linear regime
+(see `cases.LINEAR_ADAM`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Measured = dict[str, dict[str, Any]]
 
 
 def second_alone(batch: TokenBatch) -> TokenBatch:
-    """Its second sequence, which is the longest."""
+    """Return a batch that has only the second sequence of `batch`, which is the longest."""
     low, high = batch.cu_seqlens_S1[1:3]
     parts = {
         name: array[low:high] if name.endswith("_T") else array[1:2]
@@ -77,10 +78,10 @@ def measure(model_dir: Path, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def poisoned_steps(config: RunConfig) -> tuple[bool, bool, bool]:
-    """Return which batches are skipped.
+    """Return whether each of three batches is skipped.
 
-    One has a sequence that is not finite (which one data-parallel rank alone sees), one a gradient
-    that is not finite on the last rank alone; after them comes a sound one.
+    The first batch has a sequence that is not finite, on one data-parallel rank only. The second
+    has a gradient that is not finite, on the last rank only. The third is sound.
     """
     batch = ragged_batch()
     logprobs_T = batch.rollout_logprobs_T.copy()
@@ -101,19 +102,19 @@ def measure_all(model_dir: Path, layouts: dict[str, dict[str, Any]]) -> Measured
 
 @pytest.fixture(scope="module")
 def single(model_dir: Path) -> dict[str, Any]:
-    """What one process measures."""
+    """Return the measurements of one process."""
     found: Measured = run_ranks(measure_all, 1, model_dir, {"one": {}}, timeout_seconds=120)[0]
     return found["one"]
 
 
 @pytest.fixture(scope="module")
 def double(model_dir: Path) -> list[Measured]:
-    """What each of two ranks measures at each layout."""
+    """Return the measurements of two ranks at each layout, one mapping for each rank."""
     return run_ranks(measure_all, 2, model_dir, LAYOUTS, timeout_seconds=180)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_step_equals_that_of_one_process(
+def test_step_at_every_layout_equals_the_step_of_one_process(
     layout: str, single: dict[str, Any], double: list[Measured]
 ) -> None:
     measured = double[0][layout]
@@ -128,7 +129,7 @@ def test_a_step_equals_that_of_one_process(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_metrics_do_not_depend_on_the_layout(
+def test_step_metrics_are_equal_at_every_layout(
     layout: str, single: dict[str, Any], double: list[Measured]
 ) -> None:
     measured, reference = double[0][layout]["metrics"], single["metrics"]
@@ -137,7 +138,7 @@ def test_metrics_do_not_depend_on_the_layout(
         assert measured[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
-def test_what_is_not_finite_on_one_rank_is_skipped_on_all(double: list[Measured]) -> None:
+def test_step_that_is_not_finite_on_one_rank_is_skipped_on_all(double: list[Measured]) -> None:
     for rank in double:
         assert {name: found["poisoned"] for name, found in rank.items()} == dict.fromkeys(
             LAYOUTS, (True, True, False)
@@ -145,7 +146,7 @@ def test_what_is_not_finite_on_one_rank_is_skipped_on_all(double: list[Measured]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_rank_reports_the_same(layout: str, double: list[Measured]) -> None:
+def test_step_report_is_equal_on_every_rank(layout: str, double: list[Measured]) -> None:
     first, second = (rank[layout] for rank in double)
     np.testing.assert_array_equal(first["logprobs"], second["logprobs"])
     assert first["metrics"] == second["metrics"]

@@ -1,9 +1,11 @@
-"""Layers of Transformer Engine compute the model of a published checkpoint, at every layout.
+"""Tests that layers of Transformer Engine compute the model of a published checkpoint, at every
+layout.
 
-Its modules are stand-ins with the signatures and parameter names of release 2.11; Megatron's specs
-and wrappers build the layers (tests/trainer/fake_transformer_engine.py). What is checked is how we
-use them: packed borders, the rotary table, the dummy sequence of sequence parallelism, the scale of
-scores, the marks by which gradients are summed. Its kernels are not here.
+The modules of Transformer Engine are stand-ins with the signatures and parameter names of release
+2.11; Megatron's specs and wrappers build the layers (tests/trainer/fake_transformer_engine.py). The
+tests check how the trainer uses the layers: packed borders, the rotary table, the dummy sequence of
+sequence parallelism, the scale of scores, and the attributes by which gradients are summed. They do
+not check the kernels of Transformer Engine.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from tests.trainer.fake_transformer_engine import CASES, EXPERTS, RECOMPUTE, REC
 
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Log-probs of transformers, and by rank: log-probs, differences of gradients."""
+    """Return the log-probs of transformers, and for each rank the log-probs and the differences of
+    gradients."""
     folder = tmp_path_factory.mktemp("computed")
     ids_T, cu_S1 = random_stream(parity.LENGTHS)
     mask_T = parity.mask_of_responses()
@@ -46,7 +49,9 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("experts", EXPERTS)
-def test_log_probs_equal_transformers(experts: str, computed: dict[str, Any]) -> None:
+def test_transformer_engine_log_probs_equal_transformers(
+    experts: str, computed: dict[str, Any]
+) -> None:
     expected = computed["transformers"]
     for case, layout in points(experts):
         last = [rank[case, layout].logprobs_R for rank in computed[experts]]
@@ -58,7 +63,7 @@ def test_log_probs_equal_transformers(experts: str, computed: dict[str, Any]) ->
 
 
 @pytest.mark.slow
-def test_log_probs_and_gradients_equal_those_of_local_layers(computed: dict[str, Any]) -> None:
+def test_transformer_engine_gradients_equal_those_of_local_layers(computed: dict[str, Any]) -> None:
     expected: set[tuple[Any, ...]] = {("qwen3", "tp2_sp", "none")}
     expected |= {(*point, recompute) for point in RECOMPUTED for recompute in RECOMPUTE}
     for rank in computed["gradients"]:
@@ -66,6 +71,7 @@ def test_log_probs_and_gradients_equal_those_of_local_layers(computed: dict[str,
         assert max(rank.values()) < 1e-5, rank
 
 
-def test_the_stream_needs_the_dummy_sequence() -> None:
-    """Or sequence parallelism would not lengthen it."""
+def test_parity_stream_has_an_odd_number_of_tokens() -> None:
+    """An odd number of tokens is necessary, because otherwise sequence parallelism would not add
+    its dummy sequence."""
     assert sum(parity.LENGTHS) % 2
