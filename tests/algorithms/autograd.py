@@ -1,7 +1,7 @@
-"""The losses as one would write them for autograd, padded row by row, in float64.
+"""Provides the losses in the form that one would write for autograd, row by row, in float64.
 
-Where a weight must not be differentiated it is detached here; everything else is left to autograd,
-so it checks the closed forms of the implementation.
+Weights that must not be differentiated are detached; autograd computes everything else, so that it
+checks the closed forms of the implementation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from megatron_async_kernels.loss_types import Denominators, LossConfig, LossInpu
 def autograd_loss(
     inputs: LossInputs, config: LossConfig, denominators: Denominators
 ) -> tuple[float, torch.Tensor, torch.Tensor]:
-    """Value, gradient with respect to log-probs [T], and to the entropy [T]."""
+    """Return the loss, its gradient with respect to the log-probs [T] and its gradient with respect
+    to the entropy [T]."""
     p_T = inputs.logprobs_T.nan_to_num(0.0).requires_grad_()
     entropy_T = inputs.entropy_T.nan_to_num(0.0).requires_grad_()  # type: ignore[union-attr]
     bounds = inputs.cu_seqlens_S1.tolist()
@@ -34,7 +35,8 @@ _OTHERS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "is
 
 
 def _bounded(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """`clamp`, with a slope of 1 at its bounds: torch's is 1 there to 2.13 and 0 from 2.14 on."""
+    """Clamp `x` with slope 1 at the bounds, where `torch.clamp` has slope 1 up to torch 2.13 and
+    slope 0 from 2.14 on."""
     inside = (x >= low) & (x <= high)
     return torch.where(inside, x, x.detach().clamp(low, high))
 

@@ -1,4 +1,5 @@
-"""Small batches with prompts, ragged groups, an empty response and several lags."""
+"""Provides small batches with prompts, ragged groups, a sequence without trained tokens and several
+lags."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from megatron_async.trajectory.batch import TokenBatch
 
 
 def device_batch(seed: int = 0, groups: int = 3, group_size: int = 3) -> DeviceBatch:
-    """groups x group_size sequences; the second has no trained token; float64 throughout."""
+    """Return a float64 batch of `groups` x `group_size` sequences; the second sequence has no
+    trained token."""
     generator = np.random.default_rng(seed)
     count = groups * group_size
     prompt_S = generator.integers(1, 4, count)
@@ -48,19 +50,19 @@ def device_batch(seed: int = 0, groups: int = 3, group_size: int = 3) -> DeviceB
 
 
 def near(logprobs_T: np.ndarray, mask_T: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Another policy's log-probs, some tokens far away."""
+    """Return log-probs of another policy, which for some tokens are far from `logprobs_T`."""
     scale_T = generator.choice([0.05, 0.5, 2.0], len(mask_T))
     return (logprobs_T + scale_T * generator.standard_normal(len(mask_T))) * mask_T
 
 
 def current_logprobs(batch: DeviceBatch, seed: int = 5) -> torch.Tensor:
-    """Log-probs under the policy being trained."""
+    """Return log-probs under the policy that is trained."""
     rollout_T, mask_T = batch.rollout_logprobs_T.numpy(), batch.loss_mask_T.numpy()
     return torch.tensor(near(rollout_T, mask_T, np.random.default_rng(seed)))
 
 
 def oracle_rows(batch: DeviceBatch, logprobs_T: torch.Tensor) -> list[list[dict[str, float]]]:
-    """A prepared batch as rows of the oracle."""
+    """Return a prepared batch as rows for the oracle."""
     rows = []
     ones_T = torch.ones_like(batch.loss_mask_T)
     weights_T = ones_T if batch.is_weights_T is None else batch.is_weights_T

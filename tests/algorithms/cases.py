@@ -1,7 +1,9 @@
-"""Ragged batches and loss configurations for property tests; the same rows packed and padded.
+"""Provides strategies for ragged batches and loss configurations, with the same rows packed and
+padded.
 
-Log-probs lie on a grid of 1/8, so that sums are exact, ties happen, and both sides see the same
-bits; ratios reach far beyond the safety bound. Untrained tokens hold NaN: they must not matter.
+Log-probs are multiples of 1/8, so that sums are exact, ties occur, and both sides of a comparison
+have identical bits. Ratios far beyond the safety bound occur. Untrained tokens have the value NaN,
+because they must not matter.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ def _log_prob(low: int) -> st.SearchStrategy[float]:
     return st.integers(low * _GRID, 0).map(lambda n: n / _GRID)
 
 
-# Mostly close policies, sometimes ratios up to e^70, with the safety bound and 1 hit exactly.
+# Mostly close policies, sometimes ratios up to e^70. The safety bound and ratio 1 occur exactly.
 _NEAR = _log_prob(-3)
 _ANY = st.one_of(_NEAR, _NEAR, _log_prob(-30), st.sampled_from([-20.0, -20.125, -70.0, 0.0]))
 _ADVANTAGE = st.integers(-16, 16).map(lambda n: n / 8)
@@ -31,13 +33,14 @@ _ADVANTAGE = st.integers(-16, 16).map(lambda n: n / 8)
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of trained tokens, and how many untrained ones stand before each token."""
+    """Rows of trained tokens, with the number of untrained tokens before each token and at the end
+    of each row."""
 
     rows: list[Row]
     gaps: list[list[int]]
 
     def packed(self, name: str) -> torch.Tensor:
-        """One field as a packed stream [T], NaN at untrained tokens."""
+        """Return one field as a packed stream [T], with NaN at untrained tokens."""
         return torch.tensor(
             [
                 value
@@ -49,7 +52,7 @@ class Case:
 
     @property
     def mask(self) -> torch.Tensor:
-        """0/1 mask [T]."""
+        """The 0/1 mask of trained tokens, [T]."""
         return torch.tensor(
             [
                 value
@@ -61,7 +64,7 @@ class Case:
 
     @property
     def lag(self) -> torch.Tensor:
-        """Lags [T], nonsense at untrained tokens."""
+        """The lags [T], with the meaningless value 999 at untrained tokens."""
         return torch.tensor(
             [
                 int(value)
@@ -73,25 +76,25 @@ class Case:
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
-        """[S + 1]."""
+        """The bounds of the rows in the packed stream, [S + 1]."""
         lengths = [len(row) + sum(gap) for row, gap in zip(self.rows, self.gaps, strict=True)]
         return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
     def padded(self, stream: torch.Tensor, fill: float) -> torch.Tensor:
-        """A packed stream as [B, L] with `fill` after the end of each row."""
-        parts = stream.split(self.cu_seqlens.diff().tolist())
-        width = max([part.numel() for part in parts] + [1])
-        rows = [torch.cat([part, part.new_full((width - part.numel(),), fill)]) for part in parts]
-        return torch.stack(rows)
+        """Return a packed stream as [B, L], with `fill` after the end of each row."""
+        rows = stream.split(self.cu_seqlens.diff().tolist())
+        width = max([row.numel() for row in rows] + [1])
+        padded = [torch.cat([row, row.new_full((width - row.numel(),), fill)]) for row in rows]
+        return torch.stack(padded)
 
     def unpack(self, stream: torch.Tensor) -> list[list[float]]:
-        """Values of the trained tokens, row by row."""
-        parts = stream.split(self.cu_seqlens.diff().tolist())
+        """Return the values of the trained tokens of a packed stream, row by row."""
+        rows = stream.split(self.cu_seqlens.diff().tolist())
         masks = self.mask.split(self.cu_seqlens.diff().tolist())
-        return [part[m != 0].tolist() for part, m in zip(parts, masks, strict=True)]
+        return [row[mask != 0].tolist() for row, mask in zip(rows, masks, strict=True)]
 
     def rows_of(self, index: list[int]) -> Case:
-        """Some of the rows, in this order."""
+        """Return a case with the rows at these indices, in this order."""
         return Case([self.rows[i] for i in index], [self.gaps[i] for i in index])
 
 
@@ -118,7 +121,8 @@ _TOKEN = st.fixed_dictionaries(
 
 @st.composite
 def cases(draw: st.DrawFn, *, min_trained: int = 0) -> Case:
-    """1 to 5 rows of 0 to 5 trained tokens, prompts and holes between them; empty rows included."""
+    """Draw 1 to 5 rows of 0 to 5 trained tokens, with prompts and untrained gaps; rows may be
+    empty."""
     rows = draw(
         st.lists(st.lists(_TOKEN, max_size=5), min_size=1, max_size=5).filter(
             lambda rows: sum(map(len, rows)) >= min_trained
@@ -132,14 +136,15 @@ def cases(draw: st.DrawFn, *, min_trained: int = 0) -> Case:
 
 
 def close(actual: float, expected: float, tolerance: float = 1e-6) -> bool:
-    """Within `tolerance`, absolutely or relative to the expected value; infinities are equal."""
+    """Return whether `actual` is within `tolerance` of `expected`, absolutely or relatively; equal
+    infinities are close, NaN is not."""
     if math.isnan(actual) or math.isnan(expected):
         return False
     return actual == expected or abs(actual - expected) <= tolerance * max(1.0, abs(expected))
 
 
 def assert_close(actual: float, expected: float, what: str) -> None:
-    """`close`, with a message that names the number."""
+    """Assert that two numbers are close; the message names the number as `what`."""
     assert close(actual, expected), f"{what}: got {actual!r}, expected {expected!r}"
 
 

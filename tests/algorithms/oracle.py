@@ -1,10 +1,11 @@
-# ruff: noqa: B905 - rows of equal length by construction
-"""The definitions once more, in float64 NumPy, one row and one token at a time.
+# ruff: noqa: B905 - zipped rows have equal lengths by construction
+"""Provides a second implementation of corrections, losses and advantages in float64 NumPy, one row
+and one token at a time.
 
-Written from the formulas (docs/semantics.md, the papers, verl 0.9.1's definitions as the
-docstrings of `correction` state them), not from the implementation: no packed streams, no
-closed forms of reductions, nothing shared with it but names. A row is a list of trained tokens,
-each a dict of numbers; untrained tokens are simply not there.
+The oracle is written from the formulas (docs/semantics.md, the papers, and the definitions of verl
+0.9.1 that the docstrings of `correction` state), not from the implementation. The oracle has no
+packed streams and no closed forms of reductions, and shares only names with the implementation. A
+row is a list of trained tokens, each a dict of numbers; untrained tokens are absent.
 """
 
 from __future__ import annotations
@@ -229,7 +230,11 @@ class Loss:
 
 
 def loss(rows: list[Row], config: Any, tokens: float, sequences: float, weight_mean: float) -> Loss:
-    """`rows` hold p, rollout, old, ref, entropy, advantage, v (correction weight) and lag."""
+    """Return the loss, its gradients and its metric sums.
+
+    The tokens of `rows` have p, rollout, old, ref, entropy, advantage, v (correction weight) and
+    lag.
+    """
     out = Loss(0.0, [], [], {}, np.zeros((4, 9)))
     s: dict[str, float] = {}
 

@@ -1,4 +1,4 @@
-"""Advantages, reward shaping and filtering against their formulas."""
+"""Tests advantages, reward shaping and the filter of groups against their formulas."""
 
 import math
 
@@ -21,12 +21,12 @@ _SEQUENCE = st.tuples(
 
 
 @given(sequences=st.lists(_SEQUENCE, min_size=1, max_size=10), eta=st.sampled_from([2.0, 0.5]))
-def test_every_estimator_equals_its_formula(
+def test_advantage_estimators_equal_their_formulas(
     sequences: list[tuple[float, int, int, float]], eta: float
 ) -> None:
     rewards, groups, tokens, log_weights = map(list, zip(*sequences, strict=True))
     reward_S = torch.tensor(rewards, dtype=torch.float64)
-    # Group numbers as a batch has them: dense, in any order.
+    # Group numbers as in a batch: consecutive integers, in any order.
     group_S = torch.unique(torch.tensor(groups), return_inverse=True)[1]
     weight_S = torch.tensor(log_weights, dtype=torch.float64)
     results: dict[tuple[str, bool | None], torch.Tensor] = {
@@ -60,7 +60,7 @@ def test_overlong_penalty_is_linear_inside_the_buffer() -> None:
     assert got.tolist() == pytest.approx([0.0, 0.0, 0.0, -1.0, -2.0, -2.0])
 
 
-def test_empty_batches_pass_through() -> None:
+def test_advantages_are_empty_when_the_batch_is_empty() -> None:
     nothing, no_group = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
     assert advantages.group_advantages(nothing, no_group)[0].numel() == 0
     assert advantages.batch_baseline_advantages(nothing).numel() == 0
@@ -68,6 +68,6 @@ def test_empty_batches_pass_through() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_non_finite_rewards_are_named(value: float) -> None:
+def test_group_advantages_name_rewards_that_are_not_finite(value: float) -> None:
     with pytest.raises(NonFiniteError, match=r"^rewards"):
         advantages.group_advantages(torch.tensor([0.0, value]), torch.tensor([0, 0]))

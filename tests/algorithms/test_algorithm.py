@@ -1,4 +1,5 @@
-"""The seam with the trainer: from a batch to gradients, for every recipe, however it is split."""
+"""Tests the interface between algorithms and the trainer: from a batch to gradients, for every
+recipe and every split into microbatches."""
 
 import math
 from dataclasses import replace
@@ -31,7 +32,7 @@ def algorithm_of(recipe: str, **algorithm: Any) -> Algorithm:
 
 
 REJECTION = {"preset": "disabled", "rollout_rs": "token_k2", "rollout_rs_threshold": 0.05}
-# Everything that is computed over more than one sequence occurs in one of these.
+# Together, these variants contain every computation over more than one sequence.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{recipe: (recipe, {}) for recipe in RECIPES},
     "decoupled": (
@@ -98,16 +99,17 @@ def train_step(
     algorithm: Algorithm,
     batch: DeviceBatch,
     logprobs_T: torch.Tensor,
-    parts: list[list[int]],
+    microbatches: list[list[int]],
 ) -> tuple[np.ndarray, dict[str, float], DeviceBatch]:
-    """One update: the gradient of every token [T], all metrics, the prepared batch."""
+    """Compute one update; return the gradient of every token [T], all metrics and the prepared
+    batch."""
     batch, metrics = algorithm.prepare(batch)
     batch, denominators = algorithm.prepare_minibatch(batch, logprobs_T)
     gradient_T, total = np.zeros(batch.num_tokens), LossMetrics.empty()
     cu_S1 = batch.cu_seqlens_S1.tolist()
-    for part in parts:
-        index_T = np.concatenate([np.arange(cu_S1[i], cu_S1[i + 1]) for i in part])
-        inputs = algorithm.inputs(batch.select(torch.tensor(part)), logprobs_T[index_T])
+    for microbatch in microbatches:
+        index_T = np.concatenate([np.arange(cu_S1[i], cu_S1[i + 1]) for i in microbatch])
+        inputs = algorithm.inputs(batch.select(torch.tensor(microbatch)), logprobs_T[index_T])
         output = algorithm.loss(inputs, denominators)
         gradient_T[index_T] = output.dlogp_T.numpy()
         total = total.merge(output.metrics)
@@ -115,19 +117,21 @@ def train_step(
     return gradient_T, metrics, batch
 
 
-def whole(batch: DeviceBatch) -> list[list[int]]:
+def single_microbatch(batch: DeviceBatch) -> list[list[int]]:
     return [list(range(len(batch.rewards_S)))]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_gradient_does_not_depend_on_microbatches(variant: str) -> None:
+def test_gradient_and_metrics_do_not_depend_on_the_split_into_microbatches(variant: str) -> None:
     recipe, settings = VARIANTS[variant]
     algorithm, batch = algorithm_of(recipe, **settings), device_batch()
     logprobs_T = current_logprobs(batch)
-    expected_T, expected, _ = train_step(algorithm, batch, logprobs_T, whole(batch))
-    assert np.abs(expected_T).sum() > 0.01, "a gradient of nothing would prove nothing"
-    for parts in ([[i] for i in range(9)], [[8, 0, 3], [1], [7, 2, 4, 5, 6]]):
-        gradient_T, metrics, _ = train_step(algorithm, batch, logprobs_T, parts)
+    expected_T, expected, _ = train_step(algorithm, batch, logprobs_T, single_microbatch(batch))
+    assert np.abs(expected_T).sum() > 0.01, (
+        "the gradient must not be zero, or the test shows nothing"
+    )
+    for microbatches in ([[i] for i in range(9)], [[8, 0, 3], [1], [7, 2, 4, 5, 6]]):
+        gradient_T, metrics, _ = train_step(algorithm, batch, logprobs_T, microbatches)
         np.testing.assert_allclose(gradient_T, expected_T, rtol=1e-6, atol=1e-9)
         assert metrics.keys() == expected.keys()
         for name, value in metrics.items():
@@ -135,11 +139,11 @@ def test_the_gradient_does_not_depend_on_microbatches(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_prepared_batch_gives_the_oracles_gradient(variant: str) -> None:
+def test_gradient_of_a_prepared_batch_equals_the_oracle(variant: str) -> None:
     recipe, settings = VARIANTS[variant]
     algorithm, batch = algorithm_of(recipe, **settings), device_batch(seed=3)
     logprobs_T = current_logprobs(batch)
-    gradient_T, _, prepared = train_step(algorithm, batch, logprobs_T, whole(batch))
+    gradient_T, _, prepared = train_step(algorithm, batch, logprobs_T, single_microbatch(batch))
     rows = oracle_rows(prepared, logprobs_T)
     if variant == "sft":
         rows = [[{**token, "rollout": token["p"]} for token in row] for row in rows]
@@ -158,13 +162,14 @@ def response_logs(batch: DeviceBatch, a_T: torch.Tensor, b_T: torch.Tensor) -> l
     ]
 
 
-def first_of_each(batch: DeviceBatch) -> list[float]:
-    """A sequence's advantage, wherever it is written."""
+def sequence_advantages(batch: DeviceBatch) -> list[float]:
+    """Return the advantage of each sequence, read from its first token."""
     return [float(batch.advantages_T[i]) for i in batch.cu_seqlens_S1[:-1]]  # type: ignore[index]
 
 
 def shaped_rewards(algorithm: Algorithm, batch: DeviceBatch, anchor_T: torch.Tensor) -> list[float]:
-    """Rewards less the KL to the reference of all tokens, and less the penalty of length."""
+    """Return the rewards minus the KL penalty of each sequence's trained tokens and the penalty for
+    overlong responses."""
     kl, overlong = algorithm.config.kl, algorithm.config.overlong
     rewards = batch.rewards_S.tolist()
     if kl.reward_coef:
@@ -180,8 +185,9 @@ def shaped_rewards(algorithm: Algorithm, batch: DeviceBatch, anchor_T: torch.Ten
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_batch_is_prepared_as_the_formulas_have_it(variant: str) -> None:
-    """Mask and weights of decoupled correction, rewards, and advantages of the current policy."""
+def test_prepared_batch_equals_the_formulas(variant: str) -> None:
+    """Compared are the mask and the weights of decoupled correction, the rewards, and the
+    advantages under the current policy."""
     recipe, settings = VARIANTS[variant]
     algorithm, batch = algorithm_of(recipe, **settings), device_batch(seed=6)
     correction, estimator = algorithm.config.correction, algorithm.config.advantage.estimator
@@ -226,10 +232,10 @@ def test_a_batch_is_prepared_as_the_formulas_have_it(variant: str) -> None:
             eta=algorithm.config.rapid.eta,
             leave_one_out=algorithm.config.rapid.leave_one_out,
         )
-        assert first_of_each(prepared) == pytest.approx(advantages)
+        assert sequence_advantages(prepared) == pytest.approx(advantages)
 
 
-def test_bypass_mode_never_multiplies_ppo_clip_by_weights() -> None:
+def test_ppo_clip_is_not_multiplied_by_weights_in_bypass_mode() -> None:
     batch = device_batch()
     plain, _ = algorithm_of("copris").prepare(batch)
     config = {"preset": "bypass_ppo_clip", "rollout_is": "token"}
@@ -244,11 +250,13 @@ def test_bypass_mode_never_multiplies_ppo_clip_by_weights() -> None:
     ]
     assert torch.equal(*gradients)
     metrics = weighted.correction_metrics(prepared, logprobs_T)
-    assert "rollout_corr/rollout_is_mean" in metrics, "the weights are reported all the same"
+    assert "rollout_corr/rollout_is_mean" in metrics, (
+        "the weights must be reported although they are not used"
+    )
 
 
 @pytest.mark.parametrize("preset", ["bypass_pg_is", "bypass_pg_token_icepop"])
-def test_batch_normalized_weights_of_reinforce_have_mean_one(preset: str) -> None:
+def test_batch_normalized_reinforce_weights_are_divided_by_their_mean(preset: str) -> None:
     correction = {"preset": preset, "rollout_is_batch_normalize": True}
     algorithm = algorithm_of("pg", correction=correction)
     batch, _ = algorithm.prepare(device_batch())
@@ -259,7 +267,7 @@ def test_batch_normalized_weights_of_reinforce_have_mean_one(preset: str) -> Non
     assert denominators.weight_mean == pytest.approx(factor) and factor != 1.0
 
 
-def test_reported_weights_are_those_of_the_loss() -> None:
+def test_correction_metrics_report_the_weights_of_the_loss() -> None:
     batch = device_batch()
     logprobs_T = current_logprobs(batch)
     for recipe, largest in (("pipeline_rl", 5.0), ("prime_rl", 8.0)):
@@ -274,7 +282,7 @@ def test_reported_weights_are_those_of_the_loss() -> None:
     assert icepop.correction_metrics(untrained, logprobs_T) == {}
 
 
-def test_the_share_of_uninformative_groups_is_reported() -> None:
+def test_prepare_reports_the_fraction_of_uninformative_groups() -> None:
     batch = device_batch()
     rewards_S = torch.tensor([1.0, 1, 1, 0, 1, 1, 0, 0, 0], dtype=torch.float64)
     metrics = algorithm_of("copris").prepare(replace(batch, rewards_S=rewards_S))[1]
@@ -292,7 +300,7 @@ def test_the_share_of_uninformative_groups_is_reported() -> None:
         ("ref_logprobs_T", "ref_logprobs", "kl"),
     ],
 )
-def test_a_non_finite_array_is_named(field: str, name: str, recipe: str) -> None:
+def test_prepare_names_the_array_that_is_not_finite(field: str, name: str, recipe: str) -> None:
     settings = {"kl": {"reward_coef": 0.1}} if recipe == "kl" else {}
     algorithm = algorithm_of("copris" if recipe == "kl" else recipe, **settings)
     broken = getattr(device_batch(), field).clone()
@@ -301,9 +309,9 @@ def test_a_non_finite_array_is_named(field: str, name: str, recipe: str) -> None
         algorithm.prepare(replace(device_batch(), **{field: broken}))
 
 
-def test_a_batch_rejected_as_a_whole_has_no_gradient() -> None:
+def test_gradient_is_zero_when_the_whole_batch_is_rejected() -> None:
     batch = replace(device_batch(), loss_mask_T=0 * device_batch().loss_mask_T)
     gradient_T, metrics, _ = train_step(
-        algorithm_of("grpo"), batch, current_logprobs(batch), whole(batch)
+        algorithm_of("grpo"), batch, current_logprobs(batch), single_microbatch(batch)
     )
     assert not gradient_T.any() and metrics["actor/tokens"] == 0.0

@@ -1,4 +1,4 @@
-"""Settings of the algorithm: presets, recipes, and what is refused."""
+"""Tests the settings of the algorithm: presets, recipes and refused combinations."""
 
 import pytest
 
@@ -46,7 +46,7 @@ PRESETS = {
 }
 
 
-def test_every_preset_has_the_references_arguments() -> None:
+def test_correction_presets_have_the_arguments_of_verl() -> None:
     assert PRESETS.keys() == CORRECTION_PRESETS.keys()
     for name, expected in PRESETS.items():
         config = RolloutCorrectionConfig(preset=name)  # type: ignore[arg-type]
@@ -61,12 +61,12 @@ def test_every_preset_has_the_references_arguments() -> None:
         assert not config.rollout_is_batch_normalize
 
 
-def test_what_stands_beside_a_preset_wins() -> None:
+def test_explicit_correction_setting_overrides_its_preset() -> None:
     config = RolloutCorrectionConfig(preset="decoupled_seq_is", rollout_is_threshold=5.0)
     assert (config.rollout_is, config.rollout_is_threshold) == ("sequence", 5.0)
 
 
-def test_another_preset_replaces_the_recipes_correction() -> None:
+def test_correction_preset_replaces_the_recipes_correction() -> None:
     config = build_config(
         {"algorithm": {"recipe": "copris", "correction": {"preset": "decoupled_token_is"}}}
     )
@@ -106,7 +106,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recipes_are_what_their_sources_describe(recipe: str) -> None:
+def test_recipes_have_the_methods_that_their_sources_describe(recipe: str) -> None:
     config = build_config({"algorithm": {"recipe": recipe}})
     algorithm = build_algorithm(config)
     loss = algorithm.loss_config
@@ -125,7 +125,7 @@ def test_recipes_are_what_their_sources_describe(recipe: str) -> None:
     assert loss.entropy_coef == 0.0 and loss.rejection == ()
 
 
-def test_hyper_parameters_of_the_recipes() -> None:
+def test_recipes_have_the_hyperparameters_of_their_sources() -> None:
     def of(recipe: str) -> AlgorithmConfig:
         return build_config({"algorithm": {"recipe": recipe}}).algorithm
 
@@ -146,7 +146,7 @@ def algorithm(**settings: object) -> AlgorithmConfig:
     return AlgorithmConfig.model_validate(settings)
 
 
-def test_rapid_without_the_clip_of_the_policy_weight_is_unbounded() -> None:
+def test_rapid_weight_has_no_bound_when_clip_policy_weight_is_false() -> None:
     config = algorithm(
         loss={"name": "rapid"},
         advantage={"estimator": "rapid"},
@@ -162,7 +162,7 @@ def test_aipo_coefficient_form_is_reinforce_with_a_bounded_weight() -> None:
     assert (loss.surrogate, loss.weight_level, loss.weight_upper) == ("reinforce", "token", 8.0)
 
 
-def test_bypass_weights_belong_to_reinforce_and_rejection_to_the_loss() -> None:
+def test_bypass_preset_sets_reinforce_weights_and_rejection_rules_of_the_loss() -> None:
     config = algorithm(
         loss={"name": "reinforce", "weight": "token", "weight_threshold": 5.0},
         correction={"preset": "bypass_pg_geo_rs_seq_tis"},
@@ -177,7 +177,7 @@ def test_bypass_weights_belong_to_reinforce_and_rejection_to_the_loss() -> None:
     assert (icepop.weight_lower, icepop.weight_upper) == (0.5, 5.0)
 
 
-def test_importance_sampling_off_is_the_ratio_to_a_recomputed_policy() -> None:
+def test_loss_ratio_is_to_recomputed_log_probs_when_correction_is_disabled() -> None:
     config = build_config(
         {"algorithm": {"recipe": "pipeline_rl", "correction": {"preset": "disabled"}}}
     )
@@ -212,11 +212,11 @@ def test_importance_sampling_off_is_the_ratio_to_a_recomputed_policy() -> None:
         ({"correction": {"preset": "magic"}}, r"algorithm\.correction\.preset is 'magic'"),
     ],
 )
-def test_what_has_no_meaning_is_refused(settings: dict, message: str) -> None:
+def test_config_refuses_algorithm_settings_without_meaning(settings: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         build_config({"algorithm": {"recipe": "copris", **settings}})
 
 
-def test_a_pair_of_bounds_on_the_command_line_stays_a_pair() -> None:
+def test_parse_override_keeps_a_pair_of_bounds_as_text() -> None:
     assert parse_override('a.b="0.5_2"') == {"a": {"b": "0.5_2"}}
     assert parse_override("a.b=0.5_2.0") == {"a": {"b": "0.5_2.0"}}

@@ -1,4 +1,5 @@
-"""Rollout correction: every weight, mask and metric against the oracle, padded and packed alike."""
+"""Tests rollout correction: every weight, mask and metric equals the oracle's, for padded and for
+packed batches."""
 
 import math
 from typing import Any
@@ -59,7 +60,7 @@ def run(case: Case, *, pad: bool, **settings_: Any) -> tuple[Any, ...]:
     pad=st.booleans(),
 )
 @settings(max_examples=300)
-def test_every_number_equals_the_oracle(
+def test_correction_weights_masks_and_metrics_equal_the_oracle(
     case: Case,
     level: str | None,
     threshold: float | str,
@@ -94,7 +95,7 @@ def test_every_number_equals_the_oracle(
         for got, wanted in zip(case.unpack(weights), expected.weights, strict=True):
             for a, b in zip(got, wanted, strict=True):
                 assert_close(a, b, "weight")
-        assert weights[case.mask == 0].abs().sum() == 0, "untrained tokens weigh nothing"
+        assert weights[case.mask == 0].abs().sum() == 0, "untrained tokens have weight 0"
 
 
 def packed(old: list[float], rollout: list[float], lengths: list[int]) -> dict:
@@ -106,7 +107,7 @@ def packed(old: list[float], rollout: list[float], lengths: list[int]) -> dict:
     }
 
 
-def test_weights_carry_no_gradient_and_follow_the_dtype() -> None:
+def test_correction_weights_have_no_gradient_and_keep_the_dtype() -> None:
     old = torch.zeros(3, requires_grad=True)
     weights, mask, _ = compute_rollout_correction(
         old,
@@ -119,7 +120,7 @@ def test_weights_carry_no_gradient_and_follow_the_dtype() -> None:
     assert weights.dtype == torch.float32 and mask.dtype == torch.int64
 
 
-def test_aliases_name_their_options() -> None:
+def test_rejection_aliases_equal_their_options() -> None:
     args = packed([1.0, 0.0, 0.25], [0.0, 0.0, 0.0], [2, 1])
     for alias, option in (("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")):
         by_alias = compute_rollout_correction(**args, rollout_rs=alias, rollout_rs_threshold=1.5)
@@ -129,7 +130,7 @@ def test_aliases_name_their_options() -> None:
 
 @pytest.mark.parametrize("name", ["old_logprobs", "rollout_logprobs"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_non_finite_input_is_named(name: str, value: float) -> None:
+def test_correction_names_the_input_that_is_not_finite(name: str, value: float) -> None:
     args = packed([0.0, 0.0], [0.0, 0.0], [2])
     args[name][1] = value
     with pytest.raises(NonFiniteError, match=rf"^{name} has 1 non-finite"):
@@ -152,12 +153,12 @@ def test_a_non_finite_input_is_named(name: str, value: float) -> None:
         ({"rollout_rs": ",", "rollout_rs_threshold": 2}, "at least one option"),
     ],
 )
-def test_a_malformed_setting_is_refused(settings_: dict, message: str) -> None:
+def test_correction_refuses_malformed_settings(settings_: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         compute_rollout_correction(**packed([0.0], [0.0], [1]), **settings_)
 
 
-def test_one_threshold_serves_all_options_and_duplicates_count_once() -> None:
+def test_single_threshold_applies_to_all_options_and_duplicates_count_once() -> None:
     args = packed([0.5, 0.0], [0.0, 0.0], [1, 1])
     kept = compute_rollout_correction(
         **args, rollout_rs="token_k2, token_k3,token_k2", rollout_rs_threshold=0.1
@@ -169,7 +170,7 @@ def test_one_threshold_serves_all_options_and_duplicates_count_once() -> None:
     assert twice.tolist() == [0.0, 1.0]
 
 
-def test_shapes_must_fit_and_something_must_be_trained() -> None:
+def test_correction_raises_when_shapes_differ_or_no_token_is_trained() -> None:
     args = packed([0.0, 0.0], [0.0, 0.0], [2])
     with pytest.raises(ValueError, match="shapes differ"):
         compute_rollout_correction(**{**args, "response_mask": torch.ones(3)})

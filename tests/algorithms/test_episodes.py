@@ -1,4 +1,5 @@
-"""Advantages of episodes: a baseline counts each once, and a turn's credit is what it returns."""
+"""Tests the advantages of episodes: a baseline counts each episode once, and the credit of a turn
+is its return (the discounted sum of rewards from this turn on)."""
 
 from __future__ import annotations
 
@@ -44,12 +45,15 @@ def episode(
     parents: list[int | None] | None = None,
     length: int = 2,
 ) -> Trajectory:
-    """Turns of one environment token and `length` answered ones; parent: the turn before."""
+    """Return an episode whose turns have one environment token and `length` response tokens each.
+
+    By default each turn follows the turn before it; `parents` names other parents.
+    """
     chain = [None, *range(len(rewards) - 1)]
     segments = [
-        part
+        author_segment
         for turn in range(len(rewards))
-        for part in (segment([turn], True), segment([50 + turn] * length, False))
+        for author_segment in (segment([turn], True), segment([50 + turn] * length, False))
     ]
     turns = [
         Turn(n, parent, 2 * n, end=FinishReason.STOP, reward=reward)
@@ -75,7 +79,8 @@ def algorithm(estimator: str) -> Algorithm:
 def advantages(
     estimator: str, episodes: list[Trajectory], discount: float | None = None
 ) -> list[dict[int, float]]:
-    """By episode: turn -> the advantage of its trained tokens, which is one."""
+    """Return, for each episode, the advantage of the trained tokens of each turn; all tokens of a
+    turn must have the same advantage."""
     groups = [
         Group(g, NO_PROMPT, tuple(t for t in episodes if t.group_id == g))
         for g in sorted({t.group_id for t in episodes})
@@ -98,8 +103,8 @@ def advantages(
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_a_history_that_is_copied_into_three_branches_changes_no_advantage(estimator: str) -> None:
-    """Three continuations of one answer, against three answers in a row."""
+def test_advantages_do_not_change_when_a_history_is_copied_into_branches(estimator: str) -> None:
+    """Compares three continuations of one response with three responses in a row."""
     others = [episode(1, 0, [0.0, 2.0]), episode(2, 0, [0.5]), episode(3, 1, [1.0, 0.0, 1.0])]
     line = episode(0, 0, [0.0, 0.0, 0.0, 1.0])
     fork = episode(0, 0, [0.0, 0.0, 0.0, 1.0], parents=[None, 0, 0, 0])
@@ -111,16 +116,18 @@ def test_a_history_that_is_copied_into_three_branches_changes_no_advantage(estim
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_credit_by_turn_is_that_by_episode_for_a_reward_at_the_end(estimator: str) -> None:
-    """Whether the environment or a scorer gives it."""
-    played = [
+def test_turn_credit_equals_episode_credit_when_the_only_reward_is_at_the_end(
+    estimator: str,
+) -> None:
+    """The reward comes from the environment or from a scorer."""
+    episodes = [
         episode(0, 0, [0.0, 0.0, 1.0]),
         episode(1, 0, [0.0, 0.0], scorer=0.25),
         episode(2, 0, [0.0], scorer=2.0),
         episode(3, 1, [0.0, 0.0]),
         episode(4, 1, [0.0, 3.0]),
     ]
-    assert advantages(estimator, played, 1.0) == advantages(estimator, played)
+    assert advantages(estimator, episodes, 1.0) == advantages(estimator, episodes)
 
 
 rewards = st.lists(st.integers(-4, 4).map(lambda r: r / 4), min_size=1, max_size=4)
@@ -132,18 +139,21 @@ rewards = st.lists(st.integers(-4, 4).map(lambda r: r / 4), min_size=1, max_size
     st.lists(st.lists(st.tuples(rewards, st.integers(0, 2)), min_size=2, max_size=4), min_size=1),
     st.sampled_from([1.0, 0.5]),
 )
-def test_credit_by_turn_equals_its_definition(
+def test_turn_credit_equals_its_definition(
     estimator: str, shape: list[list[tuple[list[float], int]]], discount: float
 ) -> None:
-    """In float64: G_t, less the mean of G_0, over its standard deviation where one divides."""
-    played, number = [], 0
+    """In float64: G_t minus the mean of G_0, divided by the standard deviation of G_0 if the
+    estimator divides."""
+    episodes, number = [], 0
     for group, members in enumerate(shape):
-        for given_, scorer in members:
-            played.append(episode(number, group, given_, float(scorer)))
+        for turn_rewards, scorer in members:
+            episodes.append(episode(number, group, turn_rewards, float(scorer)))
             number += 1
     returns = []
-    for trajectory, (given_, scorer) in zip(played, (m for g in shape for m in g), strict=True):
-        values = [*given_[:-1], given_[-1] + scorer]
+    for trajectory, (turn_rewards, scorer) in zip(
+        episodes, (m for g in shape for m in g), strict=True
+    ):
+        values = [*turn_rewards[:-1], turn_rewards[-1] + scorer]
         returns.append(
             [
                 sum(r * discount**later for later, r in enumerate(values[turn:]))
@@ -151,9 +161,9 @@ def test_credit_by_turn_equals_its_definition(
             ]
         )
     first = np.array([values[0] for values in returns])
-    group_of = np.array([t.group_id for t in played])
+    group_of = np.array([t.group_id for t in episodes])
     tokens = np.array([2.0 * len(values) for values in returns])
-    for i, found in enumerate(advantages(estimator, played, discount)):
+    for i, found in enumerate(advantages(estimator, episodes, discount)):
         mine = first[group_of == group_of[i]]
         mean, scale = mine.mean(), 1.0
         if estimator == "grpo":
@@ -169,10 +179,10 @@ def test_credit_by_turn_equals_its_definition(
         np.testing.assert_allclose([found[t] for t in range(len(expected))], expected, atol=1e-6)
 
 
-def test_minibatches_and_selections_keep_the_branches_of_an_episode_together() -> None:
+def test_minibatches_keep_the_branches_of_an_episode_together() -> None:
     fork = episode(0, 0, [0.0, 0.0, 1.0], parents=[None, 0, 0])
-    played = [fork, episode(1, 0, [0.0]), episode(2, 1, [1.0]), episode(3, 1, [0.0])]
-    groups = [Group(g, NO_PROMPT, tuple(t for t in played if t.group_id == g)) for g in (0, 1)]
+    episodes = [fork, episode(1, 0, [0.0]), episode(2, 1, [1.0]), episode(3, 1, [0.0])]
+    groups = [Group(g, NO_PROMPT, tuple(t for t in episodes if t.group_id == g)) for g in (0, 1)]
     batch = DeviceBatch.of(pack_groups(groups, step=3, lineage=0, branch_points={}))
     first, second = batch.minibatches(2)
     assert first.trajectory_ids_S.tolist() == [0, 0, 1]
@@ -180,10 +190,10 @@ def test_minibatches_and_selections_keep_the_branches_of_an_episode_together() -
     assert second.trajectory_ids_S.tolist() == [2, 3]
 
 
-def test_rapid_credits_turns_too() -> None:
-    """Of weight 1: G_t, less the mean of G_0."""
-    played = [episode(0, 0, [0.5, 0.0, 1.0]), episode(1, 0, [0.25], scorer=1.0)]
-    groups = [Group(0, NO_PROMPT, tuple(played))]
+def test_rapid_supports_turn_credit() -> None:
+    """With all weights 1, the advantage is G_t minus the mean of G_0."""
+    episodes = [episode(0, 0, [0.5, 0.0, 1.0]), episode(1, 0, [0.25], scorer=1.0)]
+    groups = [Group(0, NO_PROMPT, tuple(episodes))]
     batch = pack_groups(groups, step=3, lineage=0, branch_points={}, discount=0.5)
     rapid = build_algorithm(build_config({"algorithm": {"recipe": "rapid"}}))
     prepared, _ = rapid.prepare(DeviceBatch.of(batch))
@@ -195,10 +205,10 @@ def test_rapid_credits_turns_too() -> None:
     np.testing.assert_allclose(trained_T.numpy(), expected, rtol=1e-6)
 
 
-def test_a_reference_penalty_counts_all_branches_of_an_episode_once() -> None:
+def test_reference_penalty_counts_each_trained_token_of_an_episode_once() -> None:
     fork = episode(0, 0, [0.0, 0.0, 1.0], parents=[None, 0, 0])
-    played = [fork, episode(1, 0, [0.0])]
-    batch = pack_groups([Group(0, NO_PROMPT, tuple(played))], step=3, lineage=0, branch_points={})
+    episodes = [fork, episode(1, 0, [0.0])]
+    batch = pack_groups([Group(0, NO_PROMPT, tuple(episodes))], step=3, lineage=0, branch_points={})
     device = DeviceBatch.of(batch)
     settings: dict[str, Any] = {"recipe": "copris", "kl": {"reward_coef": 0.5}}
     settings |= {"advantage": {"estimator": "dr_grpo"}}

@@ -1,4 +1,5 @@
-"""The loss behind the algorithm: the same numbers on every backend, the same errors."""
+"""Tests the loss that an algorithm calls: every backend returns the same numbers and raises the
+same errors."""
 
 from dataclasses import fields
 from typing import Any
@@ -26,7 +27,8 @@ from tests.algorithms.test_algorithm import VARIANTS, algorithm_of
 CUDA = torch.device("cuda")
 RULE = RejectionRule("token", "k1", -1.0, 1.0)
 
-# Variants of the algorithm's tests, and two that it lacks: entropy, and rules in a ratio's loss.
+# The variants of test_algorithm.py, and two more: with an entropy bonus, and with rejection rules
+# in a loss that uses the ratio.
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     **VARIANTS,
     "entropy": ("copris", {"entropy_coef": 0.05}),
@@ -44,7 +46,8 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def microbatch(algorithm: Algorithm, seed: int) -> tuple[LossInputs, Denominators]:
-    """A whole prepared batch as one microbatch; float64, one sequence without trained tokens."""
+    """Return the loss inputs of a whole prepared batch, in float64, with one sequence without
+    trained tokens."""
     batch = device_batch(seed=seed)
     logprobs_T = current_logprobs(batch, seed)
     prepared, _ = algorithm.prepare(batch)
@@ -71,26 +74,29 @@ def assert_same(actual: LossOutput, expected: LossOutput, tolerance: float) -> N
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", SETTINGS)
-def test_on_cuda_the_loss_is_that_of_the_cpu(name: str) -> None:
+def test_policy_loss_on_cuda_equals_the_loss_on_the_cpu(name: str) -> None:
     recipe, settings = SETTINGS[name]
     algorithm = algorithm_of(recipe, **settings)
     inputs, denominators = microbatch(algorithm, 0)
     expected = policy_loss(inputs, algorithm.loss_config, denominators)
     streams = {name: x for name, x in vars(inputs).items() if isinstance(x, torch.Tensor)}
     on_device = LossInputs(
-        **{name: stream.to(CUDA, _single(stream.dtype)) for name, stream in streams.items()}
+        **{
+            name: stream.to(CUDA, _at_most_float32(stream.dtype))
+            for name, stream in streams.items()
+        }
     )
     actual = algorithm.loss(on_device, denominators)
     assert actual.dlogp_T.is_cuda
     assert_same(actual, expected, 1e-4)
 
 
-def _single(dtype: torch.dtype) -> torch.dtype:
+def _at_most_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float64 else dtype
 
 
 @pytest.mark.parametrize(("count", "fits"), [(4, True), (5, False)])
-def test_triton_refuses_more_rules_than_it_holds(count: int, fits: bool) -> None:
+def test_triton_loss_refuses_more_than_four_rejection_rules(count: int, fits: bool) -> None:
     config = LossConfig(rejection=(RULE,) * count)
     inputs, denominators = microbatch(algorithm_of("copris"), 0)
     if fits:
@@ -108,7 +114,7 @@ def test_triton_refuses_more_rules_than_it_holds(count: int, fits: bool) -> None
         ("12.9", None, "plain torch (triton is not installed)"),
     ],
 )
-def test_doctor_shows_what_computes_the_loss(
+def test_capabilities_name_the_backend_of_the_policy_loss(
     cuda: str | None, triton: str | None, line: str
 ) -> None:
     found = Capabilities(cuda, cuda and "a GPU", None, None, triton)

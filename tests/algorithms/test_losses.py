@@ -1,4 +1,5 @@
-"""The loss of a microbatch: values, gradients and metric sums against the oracle and autograd."""
+"""Tests the loss of a microbatch: its value, gradients and metric sums against the oracle and
+autograd."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def inputs_of(case: Case, dtype: torch.dtype = torch.float64) -> LossInputs:
 
 @given(case=cases(), config=loss_configs)
 @settings(max_examples=400)
-def test_value_gradients_and_every_metric_equal_the_oracle(case: Case, config: LossConfig) -> None:
+def test_policy_loss_value_gradients_and_metrics_equal_the_oracle(
+    case: Case, config: LossConfig
+) -> None:
     output = policy_loss(inputs_of(case), config, DENOMINATORS)
     expected = oracle.loss(case.rows, config, 17.0, 5.0, 1.25)
     assert_close(float(output.loss_sum), expected.value, "loss")
@@ -74,7 +77,7 @@ def test_value_gradients_and_every_metric_equal_the_oracle(case: Case, config: L
 
 @given(case=cases(min_trained=1), config=loss_configs)
 @settings(max_examples=300)
-def test_gradients_equal_float64_autograd(case: Case, config: LossConfig) -> None:
+def test_policy_loss_gradients_equal_float64_autograd(case: Case, config: LossConfig) -> None:
     inputs = inputs_of(case)
     output = policy_loss(inputs, config, DENOMINATORS)
     value, dlogp_T, dentropy_T = autograd_loss(inputs, config, DENOMINATORS)
@@ -87,7 +90,7 @@ def test_gradients_equal_float64_autograd(case: Case, config: LossConfig) -> Non
 
 @given(case=cases(min_trained=1), config=loss_configs, data=st.data())
 @settings(max_examples=150)
-def test_any_split_into_microbatches_gives_the_same_gradient_and_metrics(
+def test_policy_loss_does_not_depend_on_the_split_into_microbatches(
     case: Case, config: LossConfig, data: st.DataObject
 ) -> None:
     whole = policy_loss(inputs_of(case), config, DENOMINATORS)
@@ -96,10 +99,10 @@ def test_any_split_into_microbatches_gives_the_same_gradient_and_metrics(
     merged, total = LossMetrics.empty(), 0.0
     gradient: dict[int, list[float]] = {}
     for low, high in zip([0, *cuts[:-1]], cuts, strict=True):
-        part = case.rows_of(order[low:high])
-        output = policy_loss(inputs_of(part), config, DENOMINATORS)
+        microbatch = case.rows_of(order[low:high])
+        output = policy_loss(inputs_of(microbatch), config, DENOMINATORS)
         merged, total = merged.merge(output.metrics), total + float(output.loss_sum)
-        gradient |= dict(zip(order[low:high], part.unpack(output.dlogp_T), strict=True))
+        gradient |= dict(zip(order[low:high], microbatch.unpack(output.dlogp_T), strict=True))
     assert_close(total, float(whole.loss_sum), "loss")
     for row, wanted in enumerate(case.unpack(whole.dlogp_T)):
         for a, b in zip(gradient[row], wanted, strict=True):
@@ -112,7 +115,7 @@ def test_any_split_into_microbatches_gives_the_same_gradient_and_metrics(
 
 @given(case=cases(min_trained=1), config=loss_configs)
 @settings(max_examples=50)
-def test_float32_is_computed_as_float32_and_stays_close(case: Case, config: LossConfig) -> None:
+def test_policy_loss_in_float32_is_close_to_float64(case: Case, config: LossConfig) -> None:
     output = policy_loss(inputs_of(case, torch.float32), config, DENOMINATORS)
     expected = policy_loss(inputs_of(case), config, DENOMINATORS)
     assert output.dlogp_T.dtype == output.loss_sum.dtype == torch.float32
@@ -138,10 +141,10 @@ def slope(inputs: LossInputs, **settings_: object) -> float:
     return float(policy_loss(inputs, config, Denominators(1.0, 1.0)).dlogp_T[0])
 
 
-def test_both_kl_estimators_have_the_gradient_of_the_kl() -> None:
-    """sum_y mu(y) dlogp(y) grad log pi(y) is grad KL(pi || ref), on off-policy data too.
+def test_kl_estimators_have_the_gradient_of_the_kl_on_off_policy_data() -> None:
+    """Checks sum_y mu(y) dlogp(y) grad log pi(y) = grad KL(pi || ref).
 
-    pi a softmax over three tokens, mu another distribution; nothing truncated.
+    pi is a softmax over three tokens and mu another distribution; no weight is truncated.
     """
     logits = torch.tensor([0.2, -0.4, 0.9], dtype=torch.float64, requires_grad=True)
     ref = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
@@ -170,7 +173,7 @@ def test_both_kl_estimators_have_the_gradient_of_the_kl() -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_nothing_trained_gives_zero_and_no_division() -> None:
+def test_policy_loss_is_zero_when_no_token_is_trained() -> None:
     empty = torch.zeros(0)
     for mask in (empty, torch.zeros(4)):
         stream = torch.zeros(mask.numel())
@@ -197,7 +200,7 @@ def test_nothing_trained_gives_zero_and_no_division() -> None:
     ],
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_non_finite_input_is_named(name: str, value: float) -> None:
+def test_policy_loss_names_the_input_that_is_not_finite(name: str, value: float) -> None:
     inputs = one_token(0.0, old_logprobs=0.0, ref_logprobs=0.0, entropy=0.0, is_weights=1.0)
     broken = dataclasses.replace(inputs, **{f"{name}_T": torch.tensor([value])})
     with pytest.raises(NonFiniteError, match=rf"^{name} has 1 non-finite values"):
@@ -212,12 +215,12 @@ def test_a_non_finite_input_is_named(name: str, value: float) -> None:
         ({"entropy_coef": 0.1}, "entropy_T"),
     ],
 )
-def test_a_missing_input_is_named(settings_: dict, name: str) -> None:
+def test_policy_loss_names_the_input_that_is_missing(settings_: dict, name: str) -> None:
     with pytest.raises(ValueError, match=f"the loss needs {name}"):
         slope(one_token(0.0), **settings_)
 
 
-def test_attached_gradient_flows_to_log_probs_and_entropy() -> None:
+def test_attach_gradient_passes_gradients_to_log_probs_and_entropy() -> None:
     logits = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
     log_T5 = logits.log_softmax(-1)
     logprobs_T, entropy_T = log_T5[:, 0], -(log_T5.exp() * log_T5).sum(-1)
@@ -241,7 +244,7 @@ def test_attached_gradient_flows_to_log_probs_and_entropy() -> None:
 
 
 @pytest.mark.parametrize("weight_upper", [4.0, 0.5])
-def test_the_gradient_of_k3_does_not_cancel(weight_upper: float) -> None:
+def test_k3_gradient_has_no_cancellation_at_small_distances(weight_upper: float) -> None:
     inputs, config, denominators, distance_T = kl_alone(weight_upper)
     output = policy_loss(inputs, config, denominators)
     expected_T = expected_slopes(distance_T, weight_upper)
@@ -249,7 +252,7 @@ def test_the_gradient_of_k3_does_not_cancel(weight_upper: float) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-6), (torch.float64, 2e-15)])
-def test_the_value_of_k3_does_not_cancel(dtype: torch.dtype, rtol: float) -> None:
+def test_k3_value_has_no_cancellation_at_small_distances(dtype: torch.dtype, rtol: float) -> None:
     distance_T = kl_alone(1.0)[-1].to(dtype)
     expected_T = torch.tensor([exact_k3(d)[0] for d in distance_T.tolist()], dtype=torch.float64)
     found_T = divergence(-distance_T, "k3").double()

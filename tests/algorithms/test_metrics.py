@@ -1,4 +1,4 @@
-"""Reported numbers: ESS, staleness, lags and splits by lag."""
+"""Tests reported metrics: effective sample size (ESS), staleness, lags, and metrics by lag."""
 
 import math
 
@@ -18,7 +18,10 @@ from megatron_async.algorithms.metrics import effective_sample_size, finalize, l
 
 
 def report(config: LossConfig | None = None, **more: list[float]) -> dict[str, float]:
-    """Two sequences of two trained tokens, log-ratios 0, log 2 and log 3, log 4, lags 0 1 1 12."""
+    """Return the metrics of two sequences of two trained tokens each.
+
+    The log-ratios are 0, log 2, log 3 and log 4; the lags are 0, 1, 1 and 12.
+    """
     ratios = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
     inputs = LossInputs(
         logprobs_T=ratios.log() - 5.0,
@@ -33,13 +36,13 @@ def report(config: LossConfig | None = None, **more: list[float]) -> dict[str, f
     return finalize(output.metrics)
 
 
-def test_effective_sample_size_is_kishs_share() -> None:
+def test_effective_sample_size_equals_kishs_formula() -> None:
     assert effective_sample_size(4.0, 4.0, 4) == 1.0
     assert effective_sample_size(1.0, 1.0, 4) == 0.25
     assert effective_sample_size(0.0, 0.0, 4) == effective_sample_size(0.0, 0.0, 0) == 0.0
 
 
-def test_ess_is_raw_per_token_and_raw_per_sequence() -> None:
+def test_finalize_reports_raw_ess_per_token_and_per_sequence() -> None:
     got = report()
     assert got["off_policy/ess"] == pytest.approx(10**2 / (4 * 30))
     assert got["off_policy/ess_sequence"] == pytest.approx(14**2 / (2 * (4 + 144)))
@@ -49,13 +52,13 @@ def test_ess_is_raw_per_token_and_raw_per_sequence() -> None:
     assert got["off_policy/chi2_sequence"] == pytest.approx(148 / 2 - 1)
 
 
-def test_rapid_staleness_is_the_mean_log_of_the_bounded_generation_weight() -> None:
+def test_staleness_is_the_mean_log_of_the_bounded_generation_weight() -> None:
     got = report(LossConfig(staleness_clip=3.0))
     assert got["off_policy/staleness"] == pytest.approx((math.log(2) + math.log(3)) / 2)
     assert got["off_policy/clipped_generations"] == 0.5
 
 
-def test_kl_lag_and_extremes() -> None:
+def test_finalize_reports_kl_and_extreme_log_ratios() -> None:
     got = report()
     assert got["off_policy/kl"] == pytest.approx(-math.log(24) / 4)
     assert got["off_policy/k3"] == pytest.approx((10 - 4 - math.log(24)) / 4)
@@ -65,8 +68,9 @@ def test_kl_lag_and_extremes() -> None:
     assert got["off_policy/log_weight_sequence_min"] == pytest.approx(math.log(2))
 
 
-def test_clip_fraction_counts_both_sides_over_kept_tokens_and_extremes_keep_their_sign() -> None:
-    """Ratios 0.5 (clipped below, A < 0), 2 (clipped above), 1, and e^3, which is rejected."""
+def test_clip_fraction_counts_both_bounds_over_kept_tokens() -> None:
+    """The ratios are 0.5 (clipped below, A < 0), 2 (clipped above), 1, and e^3, whose token is
+    rejected. The smallest log-ratios keep their negative sign."""
     ratios = torch.tensor([0.5, 2.0, 1.0, math.exp(3.0)], dtype=torch.float64)
     inputs = LossInputs(
         logprobs_T=ratios.log(),
@@ -84,7 +88,7 @@ def test_clip_fraction_counts_both_sides_over_kept_tokens_and_extremes_keep_thei
     assert got["off_policy/log_weight_sequence_min"] == pytest.approx(-math.log(2.0))
 
 
-def test_weights_are_split_by_lag_with_a_last_open_bin() -> None:
+def test_weights_are_reported_by_lag_with_an_open_last_bin() -> None:
     got = report()
     assert got["off_policy/lag_1/share"] == 0.5
     assert got["off_policy/lag_1/weight"] == pytest.approx(2.5)
@@ -94,10 +98,12 @@ def test_weights_are_split_by_lag_with_a_last_open_bin() -> None:
     assert "off_policy/lag_3/share" not in got
 
 
-def test_actor_numbers_are_means_over_kept_tokens() -> None:
+def test_actor_metrics_are_means_over_kept_tokens() -> None:
     got = report(entropy_T=[1.0, 2.0, 3.0, 4.0])
-    assert got["actor/clip_high"] == pytest.approx(2 / 4), "ratios 2 and 4 with A > 0"
-    assert got["actor/clip_dual"] == pytest.approx(1 / 4), "ratio 3 with A < 0"
+    assert got["actor/clip_high"] == pytest.approx(2 / 4), (
+        "the tokens with ratios 2 and 4, where A > 0"
+    )
+    assert got["actor/clip_dual"] == pytest.approx(1 / 4), "the token with ratio 3, where A < 0"
     assert got["actor/clip_low"] == 0.0 and got["actor/clip_fraction"] == 0.5
     assert got["actor/ratio"] == pytest.approx(2.5)
     assert got["actor/ppo_kl"] == pytest.approx(-math.log(24) / 4)
@@ -107,13 +113,13 @@ def test_actor_numbers_are_means_over_kept_tokens() -> None:
     assert got["actor/kept_fraction"] == 1.0 and got["actor/tokens"] == 4.0
 
 
-def test_coefficient_and_its_ess_are_those_of_the_weight_in_use() -> None:
+def test_coefficient_and_its_ess_are_computed_from_the_bounded_weights() -> None:
     got = report(LossConfig(surrogate="reinforce", weight_level="token", weight_upper=2.0))
     assert got["actor/coefficient"] == pytest.approx(7 / 4)
     assert got["actor/coefficient_ess"] == pytest.approx(49 / (4 * 13))
 
 
-def test_distance_to_the_reference_and_parts_of_the_loss() -> None:
+def test_finalize_reports_reference_distance_and_loss_terms() -> None:
     got = report(
         LossConfig(kl_estimator="k2", kl_coef=0.5, entropy_coef=0.1),
         ref_logprobs_T=[-5.0] * 4,
@@ -125,7 +131,7 @@ def test_distance_to_the_reference_and_parts_of_the_loss() -> None:
     assert got["loss/kl"] > 0
 
 
-def test_nothing_trained_reports_no_means() -> None:
+def test_finalize_reports_no_means_when_no_token_is_trained() -> None:
     got = finalize(LossMetrics.empty())
     assert got["actor/tokens"] == 0.0 and "off_policy/ess" not in got
 

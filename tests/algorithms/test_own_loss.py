@@ -1,4 +1,5 @@
-"""A loss of the user's by import path: same numbers as ours where it is ours, plain refusals."""
+"""Tests losses that a user names by import path: they give the same numbers as a built-in loss with
+the same formula, and faulty losses are refused with a clear message."""
 
 from __future__ import annotations
 
@@ -27,17 +28,18 @@ def ppo(tokens: LossInputs, clip: float = 0.2) -> torch.Tensor:
 
 
 def gspo(tokens: LossInputs) -> torch.Tensor:
-    """Couples the tokens of a sequence; the value of each is its sequence's."""
+    """Return the loss of sequence-level PPO, which couples the tokens of a sequence: each token's
+    value depends on its sequence's mean log-ratio."""
     log_T = tokens.logprobs_T - tokens.rollout_logprobs_T
-    parts = []
+    losses = []
     bounds = tokens.cu_seqlens_S1.tolist()
     for a, b in itertools.pairwise(bounds):
         count = tokens.mask_T[a:b].sum().clamp(min=1.0)
         ratio = (log_T[a:b].sum() / count).exp()
         clipped = ratio.clamp(0.8, 1.2)
         A_T = tokens.advantages_T[a:b]
-        parts.append(-torch.minimum(ratio * A_T, clipped * A_T))
-    return torch.cat(parts)
+        losses.append(-torch.minimum(ratio * A_T, clipped * A_T))
+    return torch.cat(losses)
 
 
 def entropy_only(tokens: LossInputs) -> torch.Tensor:
@@ -82,12 +84,12 @@ def outputs(own: Algorithm, ours: Algorithm) -> tuple:  # type: ignore[type-arg]
     return tuple(results)
 
 
-def here(name: str) -> str:
+def path_of(name: str) -> str:
     return f"{__name__}:{name}"
 
 
 @pytest.mark.parametrize(
-    ("mine", "ours"),
+    ("own_name", "ours"),
     [
         ("ppo", {"name": "ppo_clip", "clip_high": 0.2, "clip_low": 0.2, "dual_clip": None}),
         (
@@ -101,52 +103,56 @@ def here(name: str) -> str:
         ),
     ],
 )
-def test_a_known_loss_written_by_the_user_has_the_known_gradient(mine: str, ours: dict) -> None:  # type: ignore[type-arg]
+def test_own_loss_equals_the_built_in_loss_when_both_have_the_same_formula(
+    own_name: str, ours: dict
+) -> None:  # type: ignore[type-arg]
     aggregation = {"aggregation": ours.get("aggregation", "token_mean")}
-    own, known = outputs(algorithm_of({"name": here(mine), **aggregation}), algorithm_of(ours))
+    own, known = outputs(
+        algorithm_of({"name": path_of(own_name), **aggregation}), algorithm_of(ours)
+    )
     torch.testing.assert_close(own.loss_sum, known.loss_sum, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(own.dlogp_T, known.dlogp_T, rtol=1e-9, atol=1e-12)
-    mine_sums, known_sums = own.metrics.sums(), known.metrics.sums()
+    own_sums, known_sums = own.metrics.sums(), known.metrics.sums()
     for name in ("tokens", "loss", "log_ratio", "is_weight", "seq_weight", "entropy", "lag"):
-        assert mine_sums[name] == pytest.approx(known_sums[name], rel=1e-9)
+        assert own_sums[name] == pytest.approx(known_sums[name], rel=1e-9)
 
 
-def test_arguments_reach_the_function() -> None:
-    wide = {"name": here("ppo"), "arguments": {"clip": 0.5}}
+def test_own_loss_receives_its_arguments() -> None:
+    wide = {"name": path_of("ppo"), "arguments": {"clip": 0.5}}
     known = {"name": "ppo_clip", "clip_low": 0.5, "clip_high": 0.5, "dual_clip": None}
     own, ours = outputs(algorithm_of(wide), algorithm_of(known))
     torch.testing.assert_close(own.dlogp_T, ours.dlogp_T, rtol=1e-9, atol=1e-12)
 
 
-def test_a_loss_may_go_through_the_entropy_alone() -> None:
-    """The same as our entropy bonus, and both together add up."""
-    alone, _ = outputs(algorithm_of(here("entropy_only")), algorithm_of(here("ppo")))
+def test_own_loss_may_depend_only_on_the_entropy() -> None:
+    """Such a loss equals the built-in entropy bonus, and both together add up."""
+    alone, _ = outputs(algorithm_of(path_of("entropy_only")), algorithm_of(path_of("ppo")))
     assert not bool(alone.dlogp_T.any())
     both, bonus = outputs(
-        algorithm_of(here("entropy_only"), entropy_coef=0.05),
-        algorithm_of(here("ppo"), entropy_coef=0.1),
+        algorithm_of(path_of("entropy_only"), entropy_coef=0.05),
+        algorithm_of(path_of("ppo"), entropy_coef=0.1),
     )
     torch.testing.assert_close(both.dentropy_T, bonus.dentropy_T)
 
 
-def test_a_wrong_shape_and_an_infinite_loss_are_named() -> None:
+def test_own_loss_raises_when_its_shape_is_wrong_or_its_value_infinite() -> None:
     with pytest.raises(ValueError, match=r"the loss returned \(\), not a tensor of shape \[\d+\]"):
-        outputs(algorithm_of(here("scalar")), algorithm_of(here("ppo")))
+        outputs(algorithm_of(path_of("scalar")), algorithm_of(path_of("ppo")))
     with pytest.raises(NonFiniteError, match="own loss has"):
-        outputs(algorithm_of(here("infinite")), algorithm_of(here("ppo")))
+        outputs(algorithm_of(path_of("infinite")), algorithm_of(path_of("ppo")))
 
 
 @pytest.mark.parametrize(
     ("path", "sentence"),
     [
         ("no_such_package.losses:f", "there is no module 'no_such_package.losses'"),
-        (here("nothing"), "has no 'nothing'"),
-        (here("not_a_function"), "it must import a function"),
+        (path_of("nothing"), "has no 'nothing'"),
+        (path_of("not_a_function"), "it must import a function"),
         ("/nowhere/loss.py:f", "there is no file /nowhere/loss.py"),
         ("nonsense", "is 'nonsense'; it must be one of ppo_clip"),
     ],
 )
-def test_what_cannot_be_imported_is_refused_in_a_sentence(path: str, sentence: str) -> None:
+def test_own_loss_is_refused_when_it_cannot_be_imported(path: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         algorithm_of(path)
 
@@ -160,19 +166,19 @@ def test_what_cannot_be_imported_is_refused_in_a_sentence(path: str, sentence: s
         ("constant", "no gradient"),
     ],
 )
-def test_a_bad_loss_is_found_before_anything_starts(name: str, sentence: str) -> None:
-    config = build_config({"algorithm": {"loss": here(name)}})
+def test_check_own_loss_refuses_a_faulty_loss(name: str, sentence: str) -> None:
+    config = build_config({"algorithm": {"loss": path_of(name)}})
     with pytest.raises(UserError, match=sentence):
         check_own_loss(config.algorithm)
 
 
-def test_good_ones_pass_the_check() -> None:
+def test_check_own_loss_accepts_valid_losses() -> None:
     for name in ("ppo", "gspo", "entropy_only"):
-        check_own_loss(build_config({"algorithm": {"loss": here(name)}}).algorithm)
+        check_own_loss(build_config({"algorithm": {"loss": path_of(name)}}).algorithm)
     check_own_loss(load_config(EXAMPLE / "config.yaml").algorithm)
 
 
-def test_a_file_beside_the_yaml_file_is_found_from_anywhere(
+def test_own_loss_file_is_found_relative_to_the_yaml_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -183,7 +189,7 @@ def test_a_file_beside_the_yaml_file_is_found_from_anywhere(
     assert build_algorithm(again).loss_config.surrogate == "own"
 
 
-def test_the_example_is_ppo_for_fresh_tokens_and_clips_old_ones_sooner() -> None:
+def test_example_loss_is_ppo_for_fresh_tokens_and_clips_old_tokens_sooner() -> None:
     algorithm = build_algorithm(load_config(EXAMPLE / "config.yaml"))
     ones_T = torch.ones(2)
     inputs = LossInputs(
@@ -196,8 +202,8 @@ def test_the_example_is_ppo_for_fresh_tokens_and_clips_old_ones_sooner() -> None
     )
     _, denominators = algorithm.prepare_minibatch(*_prepared(algorithm))
     fresh, old = algorithm.loss(inputs, denominators).dlogp_T.tolist()
-    assert fresh < 0.0, "within 0.3"
-    assert old == 0.0, "beyond 0.3 / 4"
+    assert fresh < 0.0, "a fresh token is not clipped within 0.3"
+    assert old == 0.0, "an old token is clipped beyond 0.3 / 4"
     with pytest.raises(ValueError, match="pass the function"):
         policy_loss(inputs, algorithm.loss_config, denominators)
 
@@ -206,8 +212,8 @@ def _prepared(algorithm: Algorithm) -> tuple:  # type: ignore[type-arg]
     return (algorithm.prepare(device_batch(seed=0))[0],)
 
 
-def test_untrained_tokens_may_hold_anything() -> None:
-    algorithm = algorithm_of(here("ppo"))
+def test_own_loss_ignores_values_of_untrained_tokens() -> None:
+    algorithm = algorithm_of(path_of("ppo"))
     batch = device_batch(seed=1)
     logprobs_T = current_logprobs(batch, 1)
     prepared, _ = algorithm.prepare(batch)

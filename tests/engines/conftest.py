@@ -1,4 +1,4 @@
-"""Tests of this room may be coroutines, as those of tests/rollout."""
+"""Lets the tests of this folder be coroutines, as in tests/rollout."""
 
 from tests.rollout.conftest import pytest_pyfunc_call
 

@@ -1,9 +1,10 @@
-"""Prints what SGLang makes of the command lines of engines on an assumed GPU.
+"""Prints how SGLang resolves the command lines of engines on an assumed GPU.
 
     python -m tests.engines.sglang_arguments < commands.json
 
-The input maps names to the arguments of a server; the output maps them to what SGLang's own
-resolution of them is on `H100`. Only the machine's facts are replaced; our hooks are installed.
+The input maps names to the arguments of a server; the output maps the names to the arguments after
+SGLang's own resolution on `H100`. Only the facts about the machine are replaced; the project's
+hooks are installed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from unittest import mock
 from megatron_async.engines.sglang import hooks
 from megatron_async.engines.sglang.server import CPU_VARIABLE, install
 
-MEMORY_MIB: Final = 81_559.0  # as nvidia-smi shows an H100 of 80 GB
+MEMORY_MIB: Final = 81_559.0  # As nvidia-smi reports for an H100 of 80 GB.
 H100: Final = {
     "is_cuda": True,
     "is_sm90": True,
@@ -29,7 +30,7 @@ H100: Final = {
     "device_sm": 90,
     "device_capability": (9, 0),
 }
-SHOWN: Final = (
+REPORTED: Final = (
     "attention_backend",
     "chunked_prefill_size",
     "cuda_graph_config",
@@ -50,7 +51,7 @@ SHOWN: Final = (
 
 
 def resolved(arguments: list[str]) -> dict[str, Any]:
-    """What a server with these arguments runs with."""
+    """Return the settings in `REPORTED` with which a server with these arguments runs."""
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import prepare_server_args
@@ -58,17 +59,17 @@ def resolved(arguments: list[str]) -> dict[str, Any]:
     server = prepare_server_args(arguments)
     server.resolve_once()
     found = resolving_view(server)
-    # On GPUs SGLang spawns its schedulers: what it hands them is pickled.
+    # On GPUs SGLang spawns its schedulers, so the arguments that it passes to them are pickled.
     scheduler = Engine.run_scheduler_process_func
-    again, target = pickle.loads(ForkingPickler.dumps((server, scheduler)))
-    assert target is scheduler and vars(again).keys() == vars(server).keys()
-    values = {name: getattr(found, name) for name in SHOWN}
+    unpickled, target = pickle.loads(ForkingPickler.dumps((server, scheduler)))
+    assert target is scheduler and vars(unpickled).keys() == vars(server).keys()
+    values = {name: getattr(found, name) for name in REPORTED}
     values["cuda_graph_config"] = asdict(found.cuda_graph_config)
     return values
 
 
 def main() -> None:
-    os.environ[CPU_VARIABLE] = "1"  # stand-ins for what the GPU's packages bring
+    os.environ[CPU_VARIABLE] = "1"  # Installs stand-ins for packages that need a GPU.
     install()
     hooks.register(on_cpu=False)
     from sglang.srt.arg_groups import memory_hook

@@ -1,7 +1,9 @@
-"""Answers with the variables that SGLang's own `_set_envs_and_config` leaves, on stub arguments.
+"""Prints the environment variables that SGLang's own `_set_envs_and_config` leaves, for stub
+arguments.
 
-Each line of the standard input is a JSON object: `environment`, and the `settings` that are on. The
-imports, ten seconds, are made once; each answer comes from a fork.
+Each line of the standard input is a JSON object with `environment` and `settings`, the settings
+that are on. Each reply comes from a forked process, so that SGLang's imports, which take ten
+seconds, are done only once.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from megatron_async.engines.sglang.cpu import install_stand_ins
 
 
 class Arguments:
-    """One server on one node; whatever is not named is off."""
+    """Arguments of one server on one node; every setting is off except those in `on`."""
 
     nnodes = 1
     dcp_size = 1
@@ -29,8 +31,8 @@ class Arguments:
         return name in self._on
 
 
-def left(environment: dict[str, str], settings: list[str]) -> dict[str, str]:
-    """The environment after SGLang's function, in a process that has this one."""
+def environment_after(environment: dict[str, str], settings: list[str]) -> dict[str, str]:
+    """Return the environment after SGLang's function; replaces the environment of this process."""
     from sglang.srt.entrypoints import engine
 
     os.environ.clear()
@@ -42,16 +44,16 @@ def left(environment: dict[str, str], settings: list[str]) -> dict[str, str]:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # SGLang's imports print
+    os.dup2(2, 1)  # SGLang's imports print to the standard output.
     install_stand_ins()
     importlib.import_module("sglang.srt.entrypoints.engine")
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
-            print(json.dumps(left(**json.loads(line))), file=answers, flush=True)
+            print(json.dumps(environment_after(**json.loads(line))), file=answers, flush=True)
             os._exit(0)
         if os.waitpid(child, 0)[1]:
-            sys.exit("it failed, and this is after its traceback")
+            sys.exit("SGLang's function failed; the traceback is above")
 
 
 if __name__ == "__main__":

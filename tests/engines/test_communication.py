@@ -1,4 +1,5 @@
-"""Trainer ranks and engines choose alike how NCCL moves weights between them."""
+"""Tests that trainer ranks and engines have the same NCCL settings for moving weights
+between them."""
 
 from __future__ import annotations
 
@@ -31,23 +32,23 @@ def shared(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-# NCCL's own word for "where the hardware has it"; 1 would insist on it.
+# NCCL's value 2 means "if the hardware supports it"; 1 would require it.
 ON, OFF = "2", "0"
 
 
-@pytest.mark.parametrize("given", [{}, {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "1"}])
-def test_every_role_on_one_machine_has_the_same(given: dict[str, str]) -> None:
-    trainer = shared({**given, **trainer_environment(given, one_machine=True)})
-    engine = shared(server_environment(EngineConfig(), "cuda", ["0"], given))
+@pytest.mark.parametrize("inherited", [{}, {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "1"}])
+def test_all_roles_have_equal_nccl_settings_on_one_machine(inherited: dict[str, str]) -> None:
+    trainer = shared({**inherited, **trainer_environment(inherited, one_machine=True)})
+    engine = shared(server_environment(EngineConfig(), "cuda", ["0"], inherited))
     assert trainer == engine
-    wanted = {"NCCL_CUMEM_ENABLE": OFF, "NCCL_NVLS_ENABLE": ON} | given
-    assert {name: trainer[name] for name in NCCL_CHOICES} == wanted
+    expected = {"NCCL_CUMEM_ENABLE": OFF, "NCCL_NVLS_ENABLE": ON} | inherited
+    assert {name: trainer[name] for name in NCCL_CHOICES} == expected
     assert trainer["GLOO_SOCKET_IFNAME"] == trainer["NCCL_SOCKET_IFNAME"] == LOOPBACK
 
 
 @pytest.mark.parametrize("nvls", [True, False])
-def test_every_role_on_several_nodes_has_the_same(nvls: bool) -> None:
-    """Also the engines on a Ray node, which inherit its environment."""
+def test_all_roles_have_equal_nccl_settings_on_several_nodes(nvls: bool) -> None:
+    """The engines on a Ray node inherit the environment of the node."""
     engines = EngineConfig(host="node", nvls=nvls)
     trainer = shared(trainer_environment({}, one_machine=False, nvls=engines.uses_nvls))
     node = ray_node_environment({}, nvls=engines.uses_nvls)
@@ -56,89 +57,100 @@ def test_every_role_on_several_nodes_has_the_same(nvls: bool) -> None:
     assert trainer["NCCL_NVLS_ENABLE"] == (ON if nvls else OFF)
 
 
-def test_nvls_is_on_unless_its_buffers_would_stay_on_a_gpu_that_is_shared() -> None:
+def test_uses_nvls_is_false_by_default_only_when_engines_are_colocated() -> None:
     assert EngineConfig().uses_nvls
     assert not EngineConfig(placement="colocated").uses_nvls
     assert EngineConfig(placement="colocated", nvls=True).uses_nvls
 
 
-def test_a_named_interface_is_used_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_communication_environment_uses_the_interface_that_the_user_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert LOOPBACK is not None
     monkeypatch.setenv(INTERFACE_VARIABLE, LOOPBACK)
     found = communication_environment({}, one_machine=False, nvls=True)
     assert found["NCCL_SOCKET_IFNAME"] == found["GLOO_SOCKET_IFNAME"] == LOOPBACK
 
 
-def test_what_a_host_name_resolves_to_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Debian gives a machine's own name the address 127.0.1.1, which no other node reaches."""
+def test_communication_environment_ignores_the_address_of_the_host_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Debian gives a machine's own name the address 127.0.1.1, which no other node can reach."""
     monkeypatch.setattr("socket.gethostbyname", lambda _name: "127.0.1.1")
     found = communication_environment({}, one_machine=False, nvls=True).get("GLOO_SOCKET_IFNAME")
     routed = [name for name in psutil.net_if_addrs() if name != LOOPBACK]
     assert found in routed or not routed
 
 
-def test_training_groups_keep_torchs_own_error_handling() -> None:
+def test_communication_environment_sets_no_torch_nccl_variables() -> None:
     found = communication_environment({}, one_machine=True, nvls=True)
     assert not [name for name in found if name.startswith("TORCH_NCCL")]
 
 
-def test_what_is_set_wins() -> None:
-    given = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib1", "NCCL_DEBUG": "INFO"}
-    assert not set(given) & set(communication_environment(given, one_machine=True, nvls=True))
+def test_communication_environment_keeps_variables_that_are_set() -> None:
+    inherited = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib1", "NCCL_DEBUG": "INFO"}
+    assert not set(inherited) & set(
+        communication_environment(inherited, one_machine=True, nvls=True)
+    )
 
 
-Leaves = Callable[..., dict[str, str]]
+EnvironmentAfterSglang = Callable[..., dict[str, str]]
 
 
 @pytest.fixture(scope="module")
-def sglang_leaves() -> Iterator[Leaves]:
-    """What SGLang makes of an environment; one process for all, for the sake of its imports."""
+def environment_after_sglang() -> Iterator[EnvironmentAfterSglang]:
+    """A function that returns the environment which SGLang makes of an environment; one process
+    serves all calls, because of SGLang's imports."""
     pytest.importorskip("sglang")
     command = [sys.executable, "-W", "ignore", "-m", "tests.engines.sglang_environment"]
     root, pipe = Path(__file__).parents[2], subprocess.PIPE
     with subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
-        asked, answers = process.stdin, process.stdout
+        questions, answers = process.stdin, process.stdout
 
-        def leaves(environment: Mapping[str, str], *settings: str) -> dict[str, str]:
+        def ask(environment: Mapping[str, str], *settings: str) -> dict[str, str]:
             question = {"environment": dict(environment), "settings": settings}
-            print(json.dumps(question), file=asked, flush=True)
+            print(json.dumps(question), file=questions, flush=True)
             found: dict[str, str] = json.loads(answers.readline())
             return found
 
-        yield leaves
-        process.kill()  # it has nothing to tidy up
+        yield ask
+        process.kill()  # The process needs no cleanup.
 
 
 @pytest.mark.slow
 @pytest.mark.one_core
 @pytest.mark.parametrize("nvls", [True, False])
-def test_sglang_leaves_its_servers_what_the_trainer_has(nvls: bool, sglang_leaves: Leaves) -> None:
-    """SGLang 0.5.23's own function; where nothing is set it turns both off."""
+def test_sglang_servers_have_the_trainers_nccl_settings(
+    nvls: bool, environment_after_sglang: EnvironmentAfterSglang
+) -> None:
+    """SGLang 0.5.23's own function runs; it turns both settings off if they are not set."""
     base = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_")}
-    found = sglang_leaves(server_environment(EngineConfig(nvls=nvls), "cuda", None, base))
+    found = environment_after_sglang(
+        server_environment(EngineConfig(nvls=nvls), "cuda", None, base)
+    )
     trainer = trainer_environment(base, one_machine=True, nvls=nvls)
     for name in NCCL_CHOICES:
         assert found[name] == trainer[name], name
     if not nvls:
-        alone = sglang_leaves(base)
+        alone = environment_after_sglang(base)
         assert {name: alone[name] for name in NCCL_CHOICES} == dict.fromkeys(NCCL_CHOICES, OFF)
 
 
 @pytest.mark.slow
 @pytest.mark.one_core
 @pytest.mark.parametrize("setting", ["enable_nccl_nvls", "enable_symm_mem"])
-def test_an_argument_that_changes_it_for_servers_alone_is_refused(
-    setting: str, sglang_leaves: Leaves
+def test_config_refuses_sglang_arguments_that_change_nccl_only_for_servers(
+    setting: str, environment_after_sglang: EnvironmentAfterSglang
 ) -> None:
     environment = server_environment(EngineConfig(nvls=False), "cuda", None, os.environ)
-    changed = sglang_leaves(environment, setting)
+    changed = environment_after_sglang(environment, setting)
     assert any(changed[name] != environment[name] for name in NCCL_CHOICES)
     with pytest.raises(ValueError, match="hand buffers over otherwise than the trainer"):
         EngineConfig(extra_args=["--" + setting.replace("_", "-")])
 
 
-def test_joining_restores_the_users_variables_when_it_fails(
+def test_join_restores_the_users_variables_when_it_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")

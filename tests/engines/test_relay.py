@@ -1,4 +1,5 @@
-"""An engine read through its relay is the engine, and a lost relay costs a chunk a stream."""
+"""Tests `RelayedEngine`: its streams equal the engine's own streams, and a lost relay costs each
+stream less than two chunks."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ def request(name: str, most: int = 40) -> GenerationRequest:
     return GenerationRequest(name, prompt, most, SamplingConfig())
 
 
-class Lossy(StreamRelay):
-    """A relay whose process may be lost: every call fails from then on."""
+class LossyRelay(StreamRelay):
+    """A relay whose process may be lost: every call fails once `lost` is true."""
 
     lost = False
 
@@ -52,29 +53,29 @@ class Lossy(StreamRelay):
             raise EngineError("the relay of e: its Ray actor has died")
 
 
-def relayed(engine: EngineClient, chunk_tokens: int = 16) -> tuple[RelayedEngine, Lossy]:
-    relay = Lossy(engine, chunk_tokens)
+def relayed(engine: EngineClient, chunk_tokens: int = 16) -> tuple[RelayedEngine, LossyRelay]:
+    relay = LossyRelay(engine, chunk_tokens)
     return RelayedEngine(engine, relay, Pace()), relay
 
 
-async def collect(engine: EngineClient, wanted: GenerationRequest) -> list[TokenChunk]:
-    return [chunk async for chunk in engine.generate(wanted)]
+async def collect(engine: EngineClient, request: GenerationRequest) -> list[TokenChunk]:
+    return [chunk async for chunk in engine.generate(request)]
 
 
 def tokens(chunks: Sequence[TokenChunk]) -> list[int]:
     return [int(token) for chunk in chunks for token in chunk.token_ids]
 
 
-async def test_many_streams_bring_what_the_engine_itself_brings() -> None:
+async def test_relayed_streams_equal_the_streams_of_the_engine() -> None:
     engine = SimulatedEngine("e", MODEL)
     client, relay = relayed(engine)
     names = [f"r{i}" for i in range(40)]
-    through = await asyncio.gather(*(collect(client, request(name)) for name in names))
-    direct = await asyncio.gather(*(collect(engine, request(name)) for name in names))
-    for chunks, wanted in zip(through, direct, strict=True):
-        assert tokens(chunks) == tokens(wanted) and len(tokens(chunks)) == 40
+    relayed_chunks = await asyncio.gather(*(collect(client, request(name)) for name in names))
+    direct_chunks = await asyncio.gather(*(collect(engine, request(name)) for name in names))
+    for chunks, expected in zip(relayed_chunks, direct_chunks, strict=True):
+        assert tokens(chunks) == tokens(expected) and len(tokens(chunks)) == 40
         assert [float(p) for c in chunks for p in c.logprobs] == [
-            float(p) for c in wanted for p in c.logprobs
+            float(p) for c in expected for p in c.logprobs
         ]
         assert [c.end for c in chunks] == [*([None] * (len(chunks) - 1)), "length"]
     assert not relay._readers and client._pace.streams == 0
@@ -82,8 +83,9 @@ async def test_many_streams_bring_what_the_engine_itself_brings() -> None:
     await relay.close()
 
 
-class Flooded:
-    """An engine that has made 40 chunks of a response, of two versions, before they are read."""
+class FloodedEngine:
+    """An engine that has generated 40 chunks of a response, of two versions, before the first is
+    read."""
 
     engine_id, url = "e", ""
 
@@ -91,10 +93,10 @@ class Flooded:
         self.read = self.read_at_abort = 0
         self.aborted = asyncio.Event()
 
-    async def generate(self, wanted: GenerationRequest) -> AsyncIterator[TokenChunk]:
-        for place in range(40):
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        for index in range(40):
             self.read += 1
-            yield self.chunk(range(8 * place, 8 * place + 8), place >= 25)
+            yield self.chunk(range(8 * index, 8 * index + 8), index >= 25)
         await self.aborted.wait()
         yield self.chunk(range(0), True, "abort")
 
@@ -103,7 +105,7 @@ class Flooded:
         return TokenChunk(tokens, -tokens.astype(np.float32), PolicyVersion(0, newer), end)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        await asyncio.sleep(0.05)  # on its way
+        await asyncio.sleep(0.05)  # The abort takes some time to reach the engine.
         self.read_at_abort = self.read
         self.aborted.set()
 
@@ -111,16 +113,16 @@ class Flooded:
         return None
 
 
-async def test_the_end_of_an_aborted_stream_waits_behind_one_item_of_each_version() -> None:
-    """Whatever the engine had made before, and without an acknowledgement; nothing of it is lost.
-
-    Until the engine has heard the abort, no more is read than at any time.
-    """
-    engine = Flooded()
+async def test_relay_reports_end_of_aborted_stream_after_one_item_per_version() -> None:
+    """The number of chunks that the engine has generated and missing acknowledgments do not matter,
+    and no chunk is lost. Until the engine has received the abort, the relay reads no more than
+    usual."""
+    engine = FloodedEngine()
     relay = StreamRelay(cast(EngineClient, engine), 16)
     relay.update([(0, request("a"))], [])
     chunks = [item for _, item in (await relay.report([])).items()]
-    assert not list((await relay.report([])).items())  # as much as there is room for
+    # The stream has reached its limit, so that nothing more is read.
+    assert not list((await relay.report([])).items())
     read = engine.read
     await relay.abort({"a": 0, "gone": 1})
     assert engine.read_at_abort == read < 5
@@ -137,8 +139,8 @@ async def test_the_end_of_an_aborted_stream_waits_behind_one_item_of_each_versio
     await relay.close()
 
 
-async def test_an_abort_ends_at_once_what_was_not_sent_yet() -> None:
-    class Stuck(Lossy):
+async def test_relayed_engine_ends_unsent_request_at_once_when_aborted() -> None:
+    class StuckRelay(LossyRelay):
         async def update(self, started: Sequence[Started], canceled: Sequence[int]) -> None:  # type: ignore[override]
             sent.extend(request.request_id for _, request in started)
             await answered.wait()
@@ -146,7 +148,7 @@ async def test_an_abort_ends_at_once_what_was_not_sent_yet() -> None:
 
     sent: list[str] = []
     answered = asyncio.Event()
-    relay = Stuck(SimulatedEngine("e", MODEL), 16)
+    relay = StuckRelay(SimulatedEngine("e", MODEL), 16)
     client = RelayedEngine(SimulatedEngine("e", MODEL), relay, Pace())
     first = asyncio.create_task(collect(client, request("first", 10**6)))
     await asyncio.sleep(0)
@@ -164,24 +166,26 @@ async def test_an_abort_ends_at_once_what_was_not_sent_yet() -> None:
     await relay.close()
 
 
-async def test_ends_of_aborted_streams_do_not_wait_for_the_pause_between_reports() -> None:
-    """An update waits for them; the pause is for thousands of streams that go on.
+async def test_aborted_streams_end_without_waiting_for_the_pause_between_reports() -> None:
+    """A weight update waits for the ends of aborted streams; the pause serves thousands of running
+    streams.
 
-    Nor do they wait for the engine's reply to the abort, which comes behind thousands of ends.
+    The ends do not wait for the engine's reply to the abort either, which comes after thousands of
+    ends.
     """
 
-    class Slow(Pace):
+    class SlowPace(Pace):
         seconds = 3600.0  # type: ignore[assignment]
 
-    class Busy(Lossy):
+    class BusyRelay(LossyRelay):
         async def abort(self, requests: Mapping[str, int]) -> None:
             await super().abort(requests)
             await ended.wait()
 
     ended = asyncio.Event()
     engine = SimulatedEngine("e", MODEL)
-    relay = Busy(engine, 16)
-    client = RelayedEngine(engine, relay, Slow())
+    relay = BusyRelay(engine, 16)
+    client = RelayedEngine(engine, relay, SlowPace())
     arrived: list[int] = []
 
     async def read(name: str) -> str | None:
@@ -192,7 +196,7 @@ async def test_ends_of_aborted_streams_do_not_wait_for_the_pause_between_reports
     streams = [asyncio.create_task(read(name)) for name in ("a", "b")]
     while not arrived:
         await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)  # the pause has begun
+    await asyncio.sleep(0.1)  # The pause between reports has started.
     aborting = asyncio.create_task(client.abort(["a", "b", "c"]))
     assert await asyncio.gather(*streams) == ["abort", "abort"]
     ended.set()
@@ -202,7 +206,7 @@ async def test_ends_of_aborted_streams_do_not_wait_for_the_pause_between_reports
     await relay.close()
 
 
-async def test_a_stream_that_is_not_read_on_is_ended_at_the_engine() -> None:
+async def test_engine_request_ends_when_the_reader_abandons_its_stream() -> None:
     engine = SimulatedEngine("e", MODEL)
     client, relay = relayed(engine)
     async for _ in client.generate(request("a", 10**6)):
@@ -212,39 +216,42 @@ async def test_a_stream_that_is_not_read_on_is_ended_at_the_engine() -> None:
     await relay.close()
 
 
-async def test_what_is_not_acknowledged_stays_below_two_chunks_and_others_go_on() -> None:
-    """The consumer that holds a chunk (its commit hangs, its version is not verified)."""
+async def test_unread_stream_buffers_under_two_chunks_while_other_streams_continue() -> None:
+    """The consumer does not continue to read after a chunk, for example because its commit hangs or
+    its version is not verified."""
     client, relay = relayed(SimulatedEngine("e", MODEL))
     held = cast(AsyncIterator[TokenChunk], client.generate(request("held", 10**6)))
     await anext(held)
     assert len(tokens(await collect(client, request("other", 200)))) == 200
     assert relay._outbox.held(0) < 2 * 16
-    more = [await anext(held) for _ in range(20)]  # it flows again
+    # Reading the stream acknowledges its tokens, so that the relay reads more of them.
+    more = [await anext(held) for _ in range(20)]
     assert len(tokens(more)) >= 20 * 8
     await relay.close()
 
 
-async def test_a_failure_belongs_to_its_stream() -> None:
-    class Refuses(SimulatedEngine):
-        def generate(self, wanted: GenerationRequest) -> AsyncIterator[TokenChunk]:
-            if wanted.request_id == "bad":
+async def test_stream_failure_does_not_affect_other_streams() -> None:
+    class RefusingEngine(SimulatedEngine):
+        def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+            if request.request_id == "bad":
                 raise RequestRefused("too long")
-            if wanted.request_id == "defect":
+            if request.request_id == "defect":
                 raise KeyError("defect")
-            return super().generate(wanted)
+            return super().generate(request)
 
-    client, relay = relayed(Refuses("e", MODEL))
+    client, relay = relayed(RefusingEngine("e", MODEL))
     results = await asyncio.gather(
         *(collect(client, request(name)) for name in ("good", "bad", "defect")),
         return_exceptions=True,
     )
     assert isinstance(results[0], list) and len(tokens(results[0])) == 40
     assert isinstance(results[1], RequestRefused) and str(results[1]) == "too long"
-    assert isinstance(results[2], ComponentFailure)  # no engine's fault
+    # A ComponentFailure, because the engine is not at fault.
+    assert isinstance(results[2], ComponentFailure)
     await relay.close()
 
 
-async def test_a_lost_relay_is_heard_of_by_every_stream_and_costs_each_a_chunk() -> None:
+async def test_every_stream_fails_and_loses_under_two_chunks_when_relay_is_lost() -> None:
     client, relay = relayed(SimulatedEngine("e", MODEL))
     arrived: dict[str, int] = dict.fromkeys("abc", 0)
 
@@ -268,7 +275,7 @@ async def test_a_lost_relay_is_heard_of_by_every_stream_and_costs_each_a_chunk()
     await relay.close()
 
 
-async def test_a_closed_client_leaves_no_stream_waiting() -> None:
+async def test_relayed_stream_fails_when_the_client_is_closed() -> None:
     client, relay = relayed(SimulatedEngine("e", MODEL))
     stream = asyncio.create_task(collect(client, request("a", 10**6)))
     await asyncio.sleep(0.05)
@@ -278,7 +285,7 @@ async def test_a_closed_client_leaves_no_stream_waiting() -> None:
     await relay.close()
 
 
-def test_the_pause_between_reports_grows_with_streams_and_engines() -> None:
+def test_pace_seconds_grow_with_streams_and_engines() -> None:
     pace, seconds = Pace(), []
     for pace.streams, pace.engines in ((0, 0), (8, 1), (64, 4), (4096, 4), (16384, 64)):
         seconds.append(pace.seconds)

@@ -1,8 +1,9 @@
-"""What SGLang makes of the engines of every shipped configuration on GPUs of 80 GB.
+"""Tests the arguments with which SGLang runs the engines of every shipped configuration on GPUs of
+80 GB.
 
-SGLang's own resolution of a server's arguments runs, on the command line that an engine's actor
-would start; only the machine is assumed (tests/engines/sglang_arguments.py, which also pickles
-what a server hands to the processes that it spawns).
+SGLang's own code resolves the command line that an engine's host would start. Only the facts about
+the machine are assumed (tests/engines/sglang_arguments.py, which also pickles the arguments that a
+server passes to the processes that it spawns).
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.one_core]
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parents[1] / "data"
-# A file that others name as their base sets no layout of its own; SmolLM2's is for a laptop, and
-# one is for GPUs of 141 GB.
+# Base files (*_base.yaml) are not complete configurations; smollm2.yaml is for a laptop, and
+# qwen2.5-32b-2nodes.yaml is for GPUs of 141 GB.
 CONFIGS = sorted(
     path.stem
     for path in (ROOT / "configs").glob("*.yaml")
     if not path.stem.endswith("_base") and path.stem not in ("smollm2", "qwen2.5-32b-2nodes")
 )
-# What a process of CUDA, NCCL and kernels takes beside SGLang's share; SGLang counts what is left.
+# Memory of CUDA, NCCL and kernels in a process, which SGLang does not count as part of its share.
 CONTEXT_BYTES = 1.5e9
 QWEN_HALF_BILLION = {
     "hidden_size": 896,
@@ -49,7 +50,8 @@ QWEN_HALF_BILLION = {
 
 
 def config_json(name: str) -> dict[str, Any]:
-    """Of the configuration's model: the published one, the tiny one, or RAPID's placeholder."""
+    """Return config.json of the configuration's model: of the published model, of the quickstart's
+    tiny model, or of the placeholder of `rapid`."""
     if name.startswith("quickstart"):
         from megatron_async.models.tiny_model import TinyModel
 
@@ -61,12 +63,14 @@ def config_json(name: str) -> dict[str, Any]:
     shape = "qwen2.5-7b" if name.startswith("colocated") else shape
     found: dict[str, Any] = json.loads((DATA / f"{shape}.config.json").read_text())
     text = (ROOT / "configs" / f"{name}.yaml").read_text()
-    scaling = re.search(r'^#   "rope_scaling": (\{.*\})$', text, re.M)  # as its header asks
+    # The header of such a file asks the user to add this entry to config.json.
+    scaling = re.search(r'^#   "rope_scaling": (\{.*\})$', text, re.M)
     return found if scaling is None else {**found, "rope_scaling": json.loads(scaling[1])}
 
 
-def on_gpus(name: str, model: Path | None = None) -> RunConfig:
-    """The configuration as it starts on nodes of 8 GPUs."""
+def derived_config(name: str, model: Path | None = None) -> RunConfig:
+    """Return the configuration as it starts on nodes with 8 GPUs, with `model` as the model's
+    directory if given."""
     config = load_config(ROOT / "configs" / f"{name}.yaml")
     if model is not None:
         settings = config.model.model_copy(update={"path": str(model)})
@@ -76,7 +80,7 @@ def on_gpus(name: str, model: Path | None = None) -> RunConfig:
 
 @pytest.fixture(params=CONFIGS)
 def name(request: pytest.FixtureRequest) -> str:
-    """Of each shipped configuration for GPUs of 80 GB."""
+    """The name of each shipped configuration for GPUs of 80 GB."""
     return str(request.param)
 
 
@@ -87,13 +91,14 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunConfig]:
     for name in CONFIGS:
         (root / name).mkdir()
         (root / name / "config.json").write_text(json.dumps(config_json(name)))
-        found[name] = on_gpus(name, root / name)
+        found[name] = derived_config(name, root / name)
     return found
 
 
 @pytest.fixture(scope="module")
 def resolved(configs: dict[str, RunConfig]) -> dict[str, dict[str, Any]]:
-    """One process for all: it takes ten seconds of imports."""
+    """SGLang's resolved arguments by configuration, from one process, because its imports take ten
+    seconds."""
     pytest.importorskip("sglang")
     commands = {}
     for name, config in configs.items():
@@ -118,7 +123,7 @@ def resolved(configs: dict[str, RunConfig]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_the_engines_settings_arrive(
+def test_resolved_arguments_have_the_engine_settings(
     name: str, configs: dict[str, RunConfig], resolved: dict[str, dict[str, Any]]
 ) -> None:
     config, found = configs[name], resolved[name]
@@ -138,35 +143,36 @@ def test_the_engines_settings_arrive(
     assert {setting: found[setting] for setting in wanted} == wanted
 
 
-def test_kernels_and_batches_are_those_of_a_large_gpu(
+def test_resolved_arguments_have_kernels_and_batch_sizes_of_a_large_gpu(
     name: str, configs: dict[str, RunConfig], resolved: dict[str, dict[str, Any]]
 ) -> None:
-    """Prompts go in pieces that leave decoding its turns; every decode batch has a CUDA graph."""
+    """Prompts are computed in chunks, so that decoding continues between them; every decode batch
+    has a CUDA graph."""
     config, found = configs[name], resolved[name]
     assert found["attention_backend"] in ("fa3", "flashinfer")
     assert 4096 <= found["chunked_prefill_size"] <= 16384
-    assert not found["disable_radix_cache"], "a group's prompt is computed once"
+    assert not found["disable_radix_cache"], "a group must share the cache of its prompt"
     decode = found["cuda_graph_config"]["decode"]
     assert decode["backend"] == "full"
     assert isinstance(config.schedule.concurrency, int)
     each = -(-config.schedule.concurrency // config.engines.count)
     assert max(decode["bs"]) == decode["max_bs"]
-    assert each <= decode["max_bs"] < each + 8, "larger ones only take memory"
+    assert each <= decode["max_bs"] < each + 8, "larger CUDA graphs would only use memory"
 
 
-def test_sglang_keeps_as_much_memory_for_weights_and_kv_as_the_planner_counts_with(
+def test_sglang_reserves_the_weight_and_kv_memory_that_the_planner_assumes(
     name: str, configs: dict[str, RunConfig], resolved: dict[str, dict[str, Any]]
 ) -> None:
     from tests.engines.sglang_arguments import MEMORY_MIB
 
     settings = simulation(name).simulate
-    promised = settings.engine_memory_share * gpu_of(settings.gpu).memory
-    kept = resolved[name]["mem_fraction_static"] * MEMORY_MIB * 2**20
-    assert promised <= kept - CONTEXT_BYTES
-    assert kept < 0.9 * MEMORY_MIB * 2**20, "activations of a prefill need room too"
+    assumed = settings.engine_memory_share * gpu_of(settings.gpu).memory
+    reserved = resolved[name]["mem_fraction_static"] * MEMORY_MIB * 2**20
+    assert assumed <= reserved - CONTEXT_BYTES
+    assert reserved < 0.9 * MEMORY_MIB * 2**20, "activations of a prefill need memory too"
 
 
-def test_sglang_leaves_room_for_a_weight_update(
+def test_sglang_leaves_memory_for_a_weight_update(
     name: str, configs: dict[str, RunConfig], resolved: dict[str, dict[str, Any]]
 ) -> None:
     from tests.engines.sglang_arguments import MEMORY_MIB
@@ -174,5 +180,5 @@ def test_sglang_leaves_room_for_a_weight_update(
     config = configs[name]
     shape = shape_from_config(config_json(name), Path(name))
     needed = update_bytes(shape, config.weights.bucket_mib << 20, config.parallel.pipeline)
-    left = (1 - resolved[name]["mem_fraction_static"]) * MEMORY_MIB * 2**20
-    assert needed + CONTEXT_BYTES < left
+    remaining = (1 - resolved[name]["mem_fraction_static"]) * MEMORY_MIB * 2**20
+    assert needed + CONTEXT_BYTES < remaining

@@ -1,4 +1,5 @@
-"""The SGLang client against a real server on CPU: tokens, log-probs, versions, aborts, pauses."""
+"""Tests the SGLang client with a real server on a CPU: tokens, log-probs, versions, aborts and
+pauses."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def engine(sglang_engine: EngineUnderTest) -> EngineUnderTest:
 async def streaming(
     client: SGLangClient, count: int, length: int
 ) -> list[asyncio.Task[list[TokenChunk]]]:
-    """Requests r0, r1, and so on, of which tokens have come; each prompt ends with its number."""
+    """Start requests r0, r1, ... and wait until tokens of each have arrived; each prompt ends with
+    the request's number."""
     arrived: list[list[TokenChunk]] = [[] for _ in range(count)]
     tasks = [
         asyncio.create_task(collect(client, make_request(f"r{i}", [*PROMPT, i], length), into))
@@ -51,19 +53,19 @@ async def streaming(
     return tasks
 
 
-def test_a_stream_is_the_response_in_pieces_with_version_and_end(engine: EngineUnderTest) -> None:
+def test_client_streams_a_response_in_chunks_with_version_and_end(engine: EngineUnderTest) -> None:
     chunks: list[TokenChunk] = engine.run(lambda c: collect(c, make_request("r", PROMPT, 50)))
     assert len(tokens_of(chunks)) == len(logprobs_of(chunks)) == 50
-    assert len(chunks) > 2, "nothing was streamed before the end"
+    assert len(chunks) > 2, "the response arrived in too few chunks"
     assert [chunk.end for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1].end == "length"
     assert {chunk.version for chunk in chunks} == {OLD}
     queued, *others = [chunk.queued_seconds for chunk in chunks]
-    assert 0 < queued < 5 and not any(others), "the trace has its wait in the engine's queue"
+    assert 0 < queued < 5 and not any(others), "only the first chunk has a queue time"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_those_of_the_model_at_the_sampling_temperature(
+def test_client_logprobs_equal_the_models_at_the_sampling_temperature(
     engine: EngineUnderTest, temperature: float
 ) -> None:
     request = make_request("r", PROMPT, 60, sampling=SamplingConfig(temperature=temperature))
@@ -73,7 +75,7 @@ def test_logprobs_are_those_of_the_model_at_the_sampling_temperature(
     assert np.abs(logprobs_of(chunks) - expected).mean() < 1e-4
 
 
-def test_a_stop_token_ends_the_response_and_belongs_to_it(engine: EngineUnderTest) -> None:
+def test_response_ends_with_its_stop_token(engine: EngineUnderTest) -> None:
     stops = tuple(range(0, VOCAB, 4))
     request = make_request("r", PROMPT, 400, forced=False, stop_token_ids=stops)
     chunks = engine.run(lambda c: collect(c, request))
@@ -84,9 +86,9 @@ def test_a_stop_token_ends_the_response_and_belongs_to_it(engine: EngineUnderTes
     assert len(logprobs_of(chunks)) == len(tokens)
 
 
-def test_abort_keeps_what_was_generated_and_hits_no_other_request(engine: EngineUnderTest) -> None:
+def test_abort_keeps_generated_tokens_and_affects_no_other_request(engine: EngineUnderTest) -> None:
     async def check(client: SGLangClient) -> tuple[list[TokenChunk], list[TokenChunk]]:
-        # SGLang aborts by prefix: "1" must not take "11" along.
+        # SGLang aborts all IDs with a prefix; aborting "1" must not abort "11".
         arrived: list[TokenChunk] = []
         one = asyncio.create_task(collect(client, make_request("1", PROMPT, 1500), arrived))
         eleven = asyncio.create_task(collect(client, make_request("11", PROMPT, 150)))
@@ -104,11 +106,11 @@ def test_abort_keeps_what_was_generated_and_hits_no_other_request(engine: Engine
     assert len(tokens_of(other)) == 150
 
 
-def test_an_abort_that_overtakes_its_request_still_ends_it(engine: EngineUnderTest) -> None:
+def test_abort_ends_a_request_that_arrives_after_it(engine: EngineUnderTest) -> None:
     async def check(client: SGLangClient) -> tuple[float, list[list[TokenChunk]]]:
         names = [f"r{i}" for i in range(8)]
         tasks = [asyncio.create_task(collect(client, make_request(n, PROMPT, 1900))) for n in names]
-        await asyncio.sleep(0)  # the requests are on their way, no more
+        await asyncio.sleep(0)  # The requests have not arrived yet.
         started = time.monotonic()
         await client.abort(names)
         return time.monotonic() - started, await asyncio.gather(*tasks)
@@ -118,15 +120,16 @@ def test_an_abort_that_overtakes_its_request_still_ends_it(engine: EngineUnderTe
     assert seconds < 5
 
 
-def test_an_abort_of_a_request_that_waits_for_the_end_of_a_pause_is_not_lost(
+def test_abort_ends_a_request_that_waits_for_the_end_of_a_pause(
     engine: EngineUnderTest,
 ) -> None:
-    """SGLang drops it, and by itself would ignore every repetition."""
+    """SGLang drops this abort, and without the project's hook it would ignore every repetition of
+    it."""
 
     async def check(client: SGLangClient) -> list[TokenChunk]:
         await client.pause("in_place")
         task = asyncio.create_task(collect(client, make_request("r", PROMPT, 1900)))
-        await asyncio.sleep(0.5)  # it has arrived, and waits in SGLang's HTTP process
+        await asyncio.sleep(0.5)  # The request waits in SGLang's HTTP process.
         await client.abort(["r"])
         await asyncio.sleep(0.5)
         assert not task.done()
@@ -138,10 +141,11 @@ def test_an_abort_of_a_request_that_waits_for_the_end_of_a_pause_is_not_lost(
     assert len(tokens_of(chunks)) < 1900
 
 
-def test_a_request_that_is_too_long_is_refused_and_the_next_one_is_served(
+def test_engine_refuses_too_long_requests_and_serves_the_next_request(
     engine: EngineUnderTest,
 ) -> None:
-    """The longest that is taken, resumed at its last token, is what the settings ask for."""
+    """The longest accepted sequence, also when it is resumed before its last token, has the length
+    that the settings state."""
     longest = SETTINGS.max_sequence_tokens(2048)
     assert longest is not None
 
@@ -156,37 +160,39 @@ def test_a_request_that_is_too_long_is_refused_and_the_next_one_is_served(
     assert len(tokens_of(engine.run(check))) == 1
 
 
-def test_a_resumed_id_is_not_hit_by_the_end_of_its_predecessor(engine: EngineUnderTest) -> None:
-    """SGLang aborts an id once more two seconds after its stream has ended."""
+def test_resumed_request_id_is_not_aborted_by_its_predecessors_end(engine: EngineUnderTest) -> None:
+    """SGLang aborts a request ID again two seconds after its stream has ended."""
 
-    async def first(client: SGLangClient) -> list[TokenChunk]:
+    async def aborted_request(client: SGLangClient) -> list[TokenChunk]:
         [task] = await streaming(client, 1, 1500)
         await client.abort(["r0"])
         return await task
 
-    async def again(client: SGLangClient) -> list[TokenChunk]:
+    async def resumed_request(client: SGLangClient) -> list[TokenChunk]:
         await client.pause("in_place")
         task = asyncio.create_task(collect(client, make_request("r0", PROMPT, 40)))
         await asyncio.sleep(2.5)
         await client.resume()
         return await task
 
-    assert engine.run(first)[-1].end == "abort"
-    assert engine.run(again)[-1].end == "length", "by another client"
+    assert engine.run(aborted_request)[-1].end == "abort"
+    assert engine.run(resumed_request)[-1].end == "length", (
+        "a request of another client was aborted"
+    )
 
     async def both(client: SGLangClient) -> list[TokenChunk]:
-        await first(client)
-        return await again(client)
+        await aborted_request(client)
+        return await resumed_request(client)
 
-    assert engine.run(both)[-1].end == "length", "by the same client"
+    assert engine.run(both)[-1].end == "length", "a request of the same client was aborted"
 
 
-def test_closing_the_iteration_ends_the_request_on_the_engine(engine: EngineUnderTest) -> None:
+def test_engine_request_ends_when_the_clients_iterator_is_closed(engine: EngineUnderTest) -> None:
     async def check(client: SGLangClient) -> int:
         stream = client.generate(make_request("r", PROMPT, 1900))
         await anext(stream)
         await stream.aclose()  # type: ignore[attr-defined]
-        deadline = time.monotonic() + 2.0  # far less than 1,900 tokens take
+        deadline = time.monotonic() + 2.0  # 1,900 tokens would take far longer.
         while (status := await client.status()).running_requests and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         return status.running_requests
@@ -195,7 +201,7 @@ def test_closing_the_iteration_ends_the_request_on_the_engine(engine: EngineUnde
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_nothing_is_generated_during_a_pause(engine: EngineUnderTest, mode: Any) -> None:
+def test_engine_generates_no_tokens_while_paused(engine: EngineUnderTest, mode: Any) -> None:
     async def check(client: SGLangClient) -> list[list[TokenChunk]]:
         tasks = await streaming(client, 8, 250)
         await client.pause(mode)
@@ -210,7 +216,9 @@ def test_nothing_is_generated_during_a_pause(engine: EngineUnderTest, mode: Any)
     assert [len(tokens_of(chunks)) for chunks in responses] == [250] * 8 + [5]
 
 
-def test_in_flight_with_kept_cache_new_weights_read_the_old_cache(engine: EngineUnderTest) -> None:
+def test_new_weights_read_the_old_kv_cache_after_an_in_place_update(
+    engine: EngineUnderTest,
+) -> None:
     async def check(client: SGLangClient) -> list[list[TokenChunk]]:
         tasks = await streaming(client, 8, 150)
         await client.pause("in_place")
@@ -230,27 +238,28 @@ def test_in_flight_with_kept_cache_new_weights_read_the_old_cache(engine: Engine
 
 
 def _kept_cache_logprobs(engine: EngineUnderTest, ids: list[int], border: int) -> Any:
-    """Old weights up to the border; then new weights over the cache that the old ones made.
+    """Return log-probs of the old weights before `border`, then of the new weights with the cache
+    that the old weights computed.
 
-    The last old token had not been put into the cache when the weights changed.
+    The last token of the old weights was not in the cache yet when the weights changed.
     """
     tokens = torch.tensor([ids])
     with torch.no_grad():
-        first = engine.models["a"](tokens[:, : border - 1], use_cache=True)
-        second = engine.models["b"](
-            tokens[:, border - 1 :], past_key_values=first.past_key_values, use_cache=True
+        before = engine.models["a"](tokens[:, : border - 1], use_cache=True)
+        after = engine.models["b"](
+            tokens[:, border - 1 :], past_key_values=before.past_key_values, use_cache=True
         )
-    logits = torch.cat([first.logits[0], second.logits[0]])[:-1].float()
+    logits = torch.cat([before.logits[0], after.logits[0]])[:-1].float()
     return torch.log_softmax(logits, -1).gather(1, tokens[0, 1:, None])[:, 0].numpy()
 
 
-def test_it_reports_version_load_and_capacity(engine: EngineUnderTest) -> None:
+def test_client_reports_version_load_and_capacity(engine: EngineUnderTest) -> None:
     async def check(client: SGLangClient) -> None:
         assert await client.version() == OLD
         assert client.dtype == "float32"
         assert client.kv_capacity_tokens == 16384
         tasks = await streaming(client, 4, 1900)
-        deadline = time.monotonic() + 5.0  # SGLang reports with a little delay
+        deadline = time.monotonic() + 5.0  # SGLang reports its load with a small delay.
         while (status := await client.status()).running_requests != 4:
             assert time.monotonic() < deadline, status
             await asyncio.sleep(0.05)

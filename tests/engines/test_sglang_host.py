@@ -1,4 +1,5 @@
-"""A real engine owned by its host: started, used, killed, stopped; and one that is too late."""
+"""Tests `HostedEngines` with a real SGLang server: an engine that is killed fails its requests at
+once, and no process remains."""
 
 from __future__ import annotations
 
@@ -31,17 +32,18 @@ def backend(tmp_path: Path) -> Iterator[ProcessBackend]:
 
 
 def _server_processes(log_directory: Path) -> list[psutil.Process]:
-    """Processes of servers that run the model beside this log directory."""
-    mark = str(log_directory.parent)
+    """Return the processes, with their children, of servers whose model directory is next to this
+    log directory."""
+    model_directory = str(log_directory.parent)
     found = []
     for process in psutil.process_iter(["cmdline"]):
         line = " ".join(process.info["cmdline"] or ())
-        if "engines.sglang.server" in line and mark in line:
+        if "engines.sglang.server" in line and model_directory in line:
             found += [process, *process.children(recursive=True)]
     return found
 
 
-def test_a_killed_engine_is_noticed_at_once_and_leaves_nothing(
+def test_hosted_engine_is_reported_dead_and_leaves_no_process_when_killed(
     backend: ProcessBackend, tmp_path: Path
 ) -> None:
     save_hf_model("qwen3", tmp_path / "model", vocab_size=VOCAB, max_position_embeddings=2048)
@@ -68,13 +70,13 @@ def test_a_killed_engine_is_noticed_at_once_and_leaves_nothing(
             await asyncio.wait_for(running, 10)
         with pytest.raises(EngineError, match="GET /model_info"):
             await client.version()
-        # Its connections close before the kernel has taken the whole process down.
+        # The connections of a killed process close before the kernel has removed the process.
         while await launcher.alive(0):
             assert time.monotonic() - started < 5
             await asyncio.sleep(0.05)
         assert time.monotonic() - started < 5
         await launcher.stop(0)
-        _, left = psutil.wait_procs(processes, timeout=5)
-        assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
+        _, remaining = psutil.wait_procs(processes, timeout=5)
+        assert [process for process in remaining if process.status() != psutil.STATUS_ZOMBIE] == []
 
     asyncio.run(asyncio.wait_for(check(), 280))

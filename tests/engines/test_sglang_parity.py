@@ -1,7 +1,9 @@
-"""SGLang's own functions, on a CPU, compute what ours do: decode attention, the head, YaRN.
+"""Tests, on a CPU, that functions of this project compute the same as SGLang's own: decode
+attention, the output head and YaRN.
 
 Log-probs of the same hidden states are equal in bfloat16 too. A model with YaRN is served at its
-whole context, with the trainer's frequencies. The stand-ins that SGLang needs on a CPU are loud.
+whole context, with the trainer's frequencies. Functions of the stand-ins that SGLang needs on a CPU
+raise an error when they are called.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from megatron_async.engines.sglang.cpu import (
 from megatron_async.engines.sglang.process import server_command
 from megatron_async.models.architecture import served_context
 
-POOL = 400
+POOL_SIZE = 400
 
 
 def _one_by_one(
@@ -42,7 +44,7 @@ def _one_by_one(
     scaling: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Softmax attention of each request by itself, in float64."""
+    """Return the softmax attention of each request separately, in float64."""
     results = []
     for query_HD, slots_C in zip(query_SHD.double(), slots, strict=True):
         seen_C = slots_C if window is None else slots_C[-(window + 1) :]
@@ -63,7 +65,7 @@ def _one_by_one(
     block_bytes=st.sampled_from([1, 4096, 1 << 20]),
     seed=st.integers(0, 1000),
 )
-def test_it_equals_attention_request_by_request(
+def test_decode_in_blocks_equals_attention_of_each_request_separately(
     lengths: list[int],
     heads: tuple[int, int],
     value_size: int,
@@ -74,12 +76,12 @@ def test_it_equals_attention_request_by_request(
     generator = torch.Generator().manual_seed(seed)
     H, K = heads
     S, D = len(lengths), 8
-    k_PKD = torch.randn(POOL, K, D, generator=generator)
-    v_PKE = torch.randn(POOL, K, value_size, generator=generator)
-    # What no request owns must not matter: huge values where padding could read.
-    slots = [torch.randint(1, POOL, (n,), generator=generator) for n in lengths]
+    k_PKD = torch.randn(POOL_SIZE, K, D, generator=generator)
+    v_PKE = torch.randn(POOL_SIZE, K, value_size, generator=generator)
+    # Slots of no request must not matter, so they have huge values, which padding could read.
+    slots = [torch.randint(1, POOL_SIZE, (n,), generator=generator) for n in lengths]
     used = torch.cat(slots).unique()
-    free = torch.ones(POOL, dtype=torch.bool).index_fill(0, used, False)
+    free = torch.ones(POOL_SIZE, dtype=torch.bool).index_fill(0, used, False)
     k_PKD[free] = 1e4
     v_PKE[free] = 1e4
     query_SHD = torch.randn(S, H, D, generator=generator)
@@ -87,7 +89,7 @@ def test_it_equals_attention_request_by_request(
     req_to_token_RC = torch.zeros(S + 3, 64, dtype=torch.int32)
     for row, slots_C in zip(rows.tolist(), slots, strict=True):
         req_to_token_RC[row, : len(slots_C)] = slots_C.int()
-        req_to_token_RC[row, len(slots_C) :] = POOL - 1
+        req_to_token_RC[row, len(slots_C) :] = POOL_SIZE - 1
     got = decode_in_blocks(
         query_SHD,
         torch.empty(S, H, value_size),
@@ -104,12 +106,12 @@ def test_it_equals_attention_request_by_request(
     assert (got.double() - expected).abs().max() < 1e-5
 
 
-def test_a_cache_in_another_type_is_read_in_the_type_of_the_query() -> None:
+def test_decode_in_blocks_reads_the_cache_in_the_dtype_of_the_query() -> None:
     generator = torch.Generator().manual_seed(0)
-    k = torch.randn(POOL, 2, 8, generator=generator)
-    v = torch.randn(POOL, 2, 8, generator=generator)
+    k = torch.randn(POOL_SIZE, 2, 8, generator=generator)
+    v = torch.randn(POOL_SIZE, 2, 8, generator=generator)
     query = torch.randn(3, 4, 8, generator=generator)
-    table = torch.randint(1, POOL, (3, 20), generator=generator).int()
+    table = torch.randint(1, POOL_SIZE, (3, 20), generator=generator).int()
     arguments = (table, torch.arange(3), torch.tensor([20, 7, 13]), 0.35)
     exact = decode_in_blocks(query, torch.empty(3, 4, 8), k, v, *arguments)
     rounded = decode_in_blocks(query, torch.empty(3, 4, 8), k.bfloat16(), v.bfloat16(), *arguments)
@@ -118,14 +120,15 @@ def test_a_cache_in_another_type_is_read_in_the_type_of_the_query() -> None:
 
 
 def compare_attention(_folder: Path) -> None:
-    """SGLang's own loop on the same pool, with and without a sliding window."""
+    """Compare `decode_in_blocks` with SGLang's own loop on the same pool, with and without a
+    sliding window."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     generator = torch.Generator().manual_seed(1)
-    k = torch.randn(POOL, 2, 16, generator=generator)
-    v = torch.randn(POOL, 2, 16, generator=generator)
+    k = torch.randn(POOL_SIZE, 2, 16, generator=generator)
+    v = torch.randn(POOL_SIZE, 2, 16, generator=generator)
     query = torch.randn(5, 4, 16, generator=generator)
-    table = torch.randint(1, POOL, (7, 80), generator=generator).int()
+    table = torch.randint(1, POOL_SIZE, (7, 80), generator=generator).int()
     rows, lengths = torch.tensor([6, 0, 3, 1, 5]), torch.tensor([80, 1, 17, 33, 80])
     loop = TorchNativeAttnBackend.__new__(TorchNativeAttnBackend)
     for window in (None, 9):
@@ -148,7 +151,7 @@ def compare_attention(_folder: Path) -> None:
         assert (got - expected).abs().max() < 1e-5
 
 
-def test_classes_of_a_stand_in_can_be_subclassed_and_named_but_functions_raise() -> None:
+def test_stand_in_classes_can_be_subclassed_but_its_functions_raise() -> None:
     package = StandIn("some_gpu_package")
 
     class Mine(package.Transform):  # type: ignore[misc, name-defined]
@@ -162,7 +165,7 @@ def test_classes_of_a_stand_in_can_be_subclassed_and_named_but_functions_raise()
         package(3, 4)
 
 
-def test_slots_of_all_requests_go_to_their_rows() -> None:
+def test_assign_req_to_token_pool_writes_each_requests_slots_to_its_row() -> None:
     table = torch.zeros(4, 6, dtype=torch.int32)
     assign_req_to_token_pool(
         torch.tensor([2, 0]),
@@ -179,7 +182,7 @@ FLAG = "--enable-fp32-lm-head"
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cuda", "auto"), ("cpu", "bfloat16")])
-def test_the_logits_of_half_precision_engines_stay_in_float32(
+def test_server_command_requests_float32_logits_for_half_precision_engines(
     device: str, dtype: Any, tmp_path: Path
 ) -> None:
     command = server_command(EngineConfig(dtype=dtype), tmp_path, 1, device)
@@ -187,12 +190,13 @@ def test_the_logits_of_half_precision_engines_stay_in_float32(
     assert FLAG in command
 
 
-def test_an_engine_in_float32_needs_nothing_for_that(tmp_path: Path) -> None:
+def test_server_command_has_no_logits_flag_for_float32_engines(tmp_path: Path) -> None:
     assert FLAG not in server_command(EngineConfig(), tmp_path, 1, "cpu")
 
 
 def compare_heads(_folder: Path) -> None:
-    """SGLang's own `_compute_lm_head`, as the flag that it parses sets it, against our kernel."""
+    """Compare SGLang's own `_compute_lm_head`, with and without the flag, with the project's
+    kernel."""
     from megatron_async_kernels import token_logprob
     from sglang.srt.arg_groups.fields.exec_ import ExecFeatures
     from sglang.srt.layers.logits_processor import LogitsProcessor
@@ -222,11 +226,11 @@ def compare_heads(_folder: Path) -> None:
 
 DATA = Path(__file__).parents[1] / "data"
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-# As its publisher writes it: the length before scaling stands beside it.
-QWEN = {**json.loads((DATA / "qwen2.5-72b.config.json").read_text()), "rope_scaling": YARN}
-# As other publishers do: the length after it.
-AFTER = {**QWEN, "max_position_embeddings": 131072}
-IMPLIED = {**QWEN, "rope_scaling": {"type": "yarn", "factor": 4.0}}
+# As Qwen writes it: max_position_embeddings is the length before scaling.
+LENGTH_BEFORE = {**json.loads((DATA / "qwen2.5-72b.config.json").read_text()), "rope_scaling": YARN}
+# As other publishers write it: max_position_embeddings is the length after scaling.
+LENGTH_AFTER = {**LENGTH_BEFORE, "max_position_embeddings": 131072}
+LENGTH_IMPLIED = {**LENGTH_BEFORE, "rope_scaling": {"type": "yarn", "factor": 4.0}}
 CONTEXT = 131072
 
 
@@ -236,14 +240,15 @@ def _override(model: dict[str, Any], folder: Path) -> str:
     return command[command.index("--json-model-override-args") + 1]
 
 
-def test_a_model_without_yarn_is_served_at_its_own_context(tmp_path: Path) -> None:
-    plain = {key: value for key, value in QWEN.items() if key != "rope_scaling"}
+def test_server_command_has_no_model_override_without_yarn(tmp_path: Path) -> None:
+    plain = {key: value for key, value in LENGTH_BEFORE.items() if key != "rope_scaling"}
     (tmp_path / "config.json").write_text(json.dumps(plain))
     assert "--json-model-override-args" not in server_command(EngineConfig(), tmp_path, 1, "cpu")
 
 
 def compare_yarn(root: Path) -> None:
-    """The context and the frequencies of the trainer, as SGLang reads them."""
+    """Compare the context length and the frequencies that SGLang reads with those of the
+    trainer."""
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
     from sglang.srt.utils.hf_transformers_utils import get_rope_config
@@ -254,7 +259,7 @@ def compare_yarn(root: Path) -> None:
     for folder in root.iterdir():
         override = (folder / "override").read_text()
         if folder.name == "before":
-            assert ModelConfig(str(folder)).context_len == 32768, "or no override is needed"
+            assert ModelConfig(str(folder)).context_len == 32768, "no override is needed"
         config = ModelConfig(str(folder), model_override_args=override)
         assert config.context_len == CONTEXT
         theta, scaling = get_rope_config(config.hf_config)
@@ -279,7 +284,7 @@ COMPARED: dict[str, Callable[[Path], None]] = {
 
 
 def compare_all(folder: str) -> None:
-    """Print what goes wrong in each comparison."""
+    """Print the traceback of each comparison that fails, as a JSON object by name."""
     from megatron_async.engines.sglang.cpu import install_stand_ins
 
     install_stand_ins()
@@ -287,21 +292,26 @@ def compare_all(folder: str) -> None:
     for name, compare in COMPARED.items():
         try:
             compare(Path(folder))
-        except Exception:  # noqa: BLE001  # whatever it is, it belongs to this comparison
+        except Exception:  # noqa: BLE001  # Every error is the result of this comparison.
             found[name] = traceback.format_exc()
     print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """One process for all comparisons: SGLang's imports take a quiet machine ten seconds.
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Tracebacks of failed comparisons by name, from one process for all comparisons.
 
-    And the stand-ins that SGLang needs must not reach other tests.
+    On a quiet machine SGLang's imports take ten seconds. The stand-ins that SGLang needs must not
+    affect other tests.
     """
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("SGLang is not installed")
     root = tmp_path_factory.mktemp("yarn")
-    for name, model in (("before", QWEN), ("after", AFTER), ("implied", IMPLIED)):
+    for name, model in (
+        ("before", LENGTH_BEFORE),
+        ("after", LENGTH_AFTER),
+        ("implied", LENGTH_IMPLIED),
+    ):
         assert served_context(model) == CONTEXT
         (root / name).mkdir()
         (root / name / "override").write_text(_override(model, root / name))
@@ -310,7 +320,7 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=600,  # importing SGLang takes a busy machine minutes
+        timeout=600,  # On a busy machine, importing SGLang takes minutes.
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]
@@ -320,6 +330,8 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.one_core
-@pytest.mark.parametrize("what", COMPARED)
-def test_ours_computes_as_sglangs_own(what: str, wrong: dict[str, str]) -> None:
-    assert what not in wrong, wrong[what]
+@pytest.mark.parametrize("comparison", COMPARED)
+def test_project_function_equals_sglangs_own_function(
+    comparison: str, failures: dict[str, str]
+) -> None:
+    assert comparison not in failures, failures[comparison]

@@ -1,4 +1,4 @@
-"""New requests never reuse a prompt prefix that older weights computed (`kv: keep`)."""
+"""Tests that new requests never reuse a prompt prefix that older weights computed (`kv: keep`)."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ OLD, NEW = PolicyVersion(5, 1), PolicyVersion(5, 2)
 PROMPT = [int(token) for token in np.random.default_rng(3).integers(1, 128, 64)]
 
 
-def test_what_waits_has_the_salt_of_the_current_weights_and_what_runs_its_own(
+def test_waiting_requests_get_the_new_versions_salt_and_running_ones_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    held = ["5.1"]
-    monkeypatch.setattr(sglang_prefix, "_version", lambda: held[0])
+    current = ["5.1"]
+    monkeypatch.setattr(sglang_prefix, "_version", lambda: current[0])
     running, waiting, later = (SimpleNamespace(cache_salt=None) for _ in range(3))
     scheduler = SimpleNamespace(waiting_queue=[waiting])
     for req in (running, waiting):
         sglang_prefix.before_queue(scheduler, req)
-    held[0] = "5.2"
+    current[0] = "5.2"
     sglang_prefix.after_change(None, scheduler, "5.2")
     sglang_prefix.before_queue(scheduler, later)
     assert [r.cache_salt for r in (running, waiting, later)] == ["5.1", "5.2", "5.2"]
@@ -44,7 +44,8 @@ def test_what_waits_has_the_salt_of_the_current_weights_and_what_runs_its_own(
 
 
 def _error(engine: EngineUnderTest, model: str, chunks: list[Any]) -> float:
-    """Largest |engine - model| over the response."""
+    """Return the largest absolute difference between the response's log-probs and those of
+    `model`."""
     ids = [*PROMPT, *tokens_of(chunks).tolist()]
     expected = reference_logprobs(engine.models[model], ids)[len(PROMPT) - 1 :]
     return float(np.abs(logprobs_of(chunks) - expected).max())
@@ -52,10 +53,11 @@ def _error(engine: EngineUnderTest, model: str, chunks: list[Any]) -> float:
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_request_that_starts_after_an_in_place_update_has_ratio_one(
+def test_request_started_after_an_in_place_update_uses_only_new_weights(
     sglang_engine: EngineUnderTest,
 ) -> None:
-    """Also one that had been sent before it, and waited in the engine's queue meanwhile."""
+    """A request that was sent before the update, and waited in the engine's queue during the
+    update, also uses only the new weights."""
     engine = sglang_engine
     engine.hold("a", OLD)
     capacity = engine.run(lambda client: _capacity(client))
@@ -74,7 +76,7 @@ def test_a_request_that_starts_after_an_in_place_update_has_ratio_one(
         queued = asyncio.create_task(collect(client, make_request("queued", PROMPT, long)))
         deadline = asyncio.get_running_loop().time() + 20
         while (await client.status()).queued_requests == 0:
-            assert asyncio.get_running_loop().time() < deadline, "nothing waits in the engine"
+            assert asyncio.get_running_loop().time() < deadline, "the engine queued no request"
             await asyncio.sleep(0.05)
         await client.pause("in_place")
         await asyncio.to_thread(engine.load, "b", NEW, False)
@@ -90,7 +92,7 @@ def test_a_request_that_starts_after_an_in_place_update_has_ratio_one(
     assert len(tokens_of(queued)) > 0
     assert _error(engine, "b", new) < 1e-4
     assert _error(engine, "b", queued) < 1e-4
-    assert any({c.version for c in chunks} == {OLD, NEW} for chunks in running), "none ran on"
+    assert any({c.version for c in chunks} == {OLD, NEW} for chunks in running), "no request ran on"
 
 
 async def _capacity(client: SGLangClient) -> int:
@@ -99,7 +101,7 @@ async def _capacity(client: SGLangClient) -> int:
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_members_of_a_group_share_their_prompt_under_one_version(
+def test_group_members_share_a_cached_prompt_only_within_one_version(
     sglang_engine: EngineUnderTest,
 ) -> None:
     engine = sglang_engine

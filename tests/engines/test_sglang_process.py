@@ -1,5 +1,5 @@
-"""Starting and ending a server process: limits, quoted logs, no leftovers. With a stand-in server
-where SGLang itself is not the point, and with the real one where it is."""
+"""Tests how server processes are started and ended: time limits, quoted logs and no remaining
+processes. Most tests use a stand-in server; the tests marked `engine` use the real server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.engine import EngineUnderTest
 from tests.listening import documented, listening
 
 RENDEZVOUS = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
-# Answers /health, has a child, holds the lifeline as the real server does.
+# A server that answers /health, has a child process, and ends when its lifeline closes.
 _SERVER = """
 import http.server, subprocess, sys
 from megatron_async.process_backends.child_process import hold_lifeline
@@ -49,16 +49,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *a): pass
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
-_SILENT = "echo thinking; exec sleep 600"  # for a shell, which is quick to start
+_SILENT = "echo thinking; exec sleep 600"  # Run by a shell, because a shell starts quickly.
 _BROKEN = "import sys; print('no such model: elephant', flush=True); sys.exit(3)"
 _PORT_TAKEN = "print('[Errno 98] Address already in use', flush=True); raise SystemExit(1)"
-_LIVES_ON = "echo '[Errno 98] error while binding: address already in use'; exec sleep 600"
+_STAYS_ALIVE = "echo '[Errno 98] error while binding: address already in use'; exec sleep 600"
 
 
-def _pretend(
+def _replace_server(
     monkeypatch: pytest.MonkeyPatch, script: str, by: Sequence[str] = (sys.executable, "-c")
 ) -> list[int]:
-    """Start `script` instead of SGLang; returns the list of ports that it is started with."""
+    """Make `SGLangProcess` start `script` instead of SGLang; return the list of ports with which
+    the script is started."""
     ports: list[int] = []
 
     def command(settings: EngineConfig, model: Path, port: int, *_others: Any) -> list[str]:
@@ -74,7 +75,7 @@ def _process(folder: Path, **changes: Any) -> SGLangProcess:
     return SGLangProcess(folder / "model", settings, folder / "logs" / "engine.log")
 
 
-def _gone(pid: int, seconds: float = 5.0) -> bool:
+def _has_ended(pid: int, seconds: float = 5.0) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -96,32 +97,32 @@ def _child_in(log: Path) -> int:
 def test_stop_ends_the_server_and_its_children(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    _pretend(monkeypatch, _SERVER)
+    _replace_server(monkeypatch, _SERVER)
     server = _process(tmp_path)
     server.start()
     pid, child = server.pid, _child_in(server.log_path)
     assert server.alive() and pid is not None and psutil.pid_exists(child)
     server.stop()
-    assert not server.alive() and _gone(pid, 0.1) and _gone(child, 0.1)
-    server.stop()  # nothing to do is no error
+    assert not server.alive() and _has_ended(pid, 0.1) and _has_ended(child, 0.1)
+    server.stop()  # Stopping a stopped server is not an error.
     with pytest.raises(ComponentFailure, match="before it is started"):
         _ = server.url
 
 
-def test_a_server_that_ends_early_fails_the_start_with_the_end_of_its_log(
+def test_start_raises_with_the_end_of_the_log_when_the_server_exits_early(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    _pretend(monkeypatch, _BROKEN)
+    _replace_server(monkeypatch, _BROKEN)
     started = time.monotonic()
     with pytest.raises(ComponentFailure, match=r"exit code 3 .*(?s:.*)no such model: elephant"):
         _process(tmp_path).start()
     assert time.monotonic() - started < 10
 
 
-def test_a_server_that_never_answers_is_stopped_at_the_limit(
+def test_start_stops_the_server_when_it_does_not_answer_in_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    _pretend(monkeypatch, _SILENT, ("sh", "-c"))
+    _replace_server(monkeypatch, _SILENT, ("sh", "-c"))
     server = _process(tmp_path, start_timeout_seconds=1.5)
     with pytest.raises(ComponentFailure, match=r"start_timeout_seconds = 1\.5;(?s:.*)thinking"):
         server.start()
@@ -129,22 +130,23 @@ def test_a_server_that_never_answers_is_stopped_at_the_limit(
 
 
 @pytest.mark.parametrize(
-    ("script", "by"), [(_PORT_TAKEN, (sys.executable, "-c")), (_LIVES_ON, ("sh", "-c"))]
+    ("script", "by"), [(_PORT_TAKEN, (sys.executable, "-c")), (_STAYS_ALIVE, ("sh", "-c"))]
 )
-def test_a_lost_race_for_the_port_is_run_again_with_another_one(
+def test_start_retries_with_another_port_when_the_port_is_in_use(
     script: str, by: Sequence[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Also by a server that lives on without listening, as SGLang's has."""
-    ports = _pretend(monkeypatch, script, by)
+    """A server that stays alive without listening is also restarted; SGLang's server has done
+    so."""
+    ports = _replace_server(monkeypatch, script, by)
     with pytest.raises(ComponentFailure, match="already in use"):
         _process(tmp_path, start_timeout_seconds=60.0).start()
     assert len(ports) == len(set(ports)) == 3
 
 
-def test_nobody_else_gets_the_port_of_a_server_that_starts(
+def test_port_of_a_starting_server_cannot_be_bound_by_another_socket(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    ports = _pretend(monkeypatch, _SERVER)
+    ports = _replace_server(monkeypatch, _SERVER)
     spawn, stolen = ChildProcess, []
 
     def spawned(*arguments: Any, **options: Any) -> Any:
@@ -159,53 +161,60 @@ def test_nobody_else_gets_the_port_of_a_server_that_starts(
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_a_server_listens_on_the_port_that_is_held_for_it(new_loop: Any) -> None:
+def test_server_can_listen_on_its_reserved_port(new_loop: Any) -> None:
     async def body(port: int) -> None:
         server = await asyncio.get_running_loop().create_server(asyncio.Protocol, "127.0.0.1", port)
         (await asyncio.open_connection("127.0.0.1", port))[1].close()
         server.close()
 
-    with reserve_port("127.0.0.1") as held, asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(body(int(held.getsockname()[1])))
+    with reserve_port("127.0.0.1") as reserved, asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(body(int(reserved.getsockname()[1])))
 
 
-def test_the_rendezvous_of_each_start_is_a_file_that_only_this_user_reaches(
+def test_each_start_uses_a_new_private_rendezvous_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    seen = []
+    rendezvous_files = []
 
     def spawned(command: list[str], env: dict[str, str], **options: Any) -> Any:
-        seen.append(Path(env[RENDEZVOUS].removeprefix("file://")))
-        assert stat.S_IMODE(seen[-1].parent.stat().st_mode) == 0o700 and not seen[-1].exists()
-        seen[-1].touch()  # what a server that was killed leaves
-        assert env["MASTER_PORT"] == command[-1], "no two engines share memory"
+        rendezvous_files.append(Path(env[RENDEZVOUS].removeprefix("file://")))
+        assert (
+            stat.S_IMODE(rendezvous_files[-1].parent.stat().st_mode) == 0o700
+            and not rendezvous_files[-1].exists()
+        )
+        rendezvous_files[-1].touch()  # A killed server leaves its file behind.
+        assert env["MASTER_PORT"] == command[-1], (
+            "this port must be unique: SGLang names memory by it"
+        )
         return started(command, env=env, **options)
 
-    _pretend(monkeypatch, _SERVER)
+    _replace_server(monkeypatch, _SERVER)
     started = ChildProcess
     monkeypatch.setattr(sglang_process, "ChildProcess", spawned)
     server = _process(tmp_path)
     for _ in range(2):
         server.start()
         server.stop()
-    assert len(set(seen)) == 2 and not any(file.parent.exists() for file in seen)
+    assert len(set(rendezvous_files)) == 2 and not any(
+        file.parent.exists() for file in rendezvous_files
+    )
 
 
-def test_servers_that_others_reach_keep_sglangs_own_store(tmp_path: Path) -> None:
+def test_rendezvous_file_is_used_only_when_the_host_is_loopback(tmp_path: Path) -> None:
     assert rendezvous_of_ranks(EngineConfig(host="10.0.0.1"), tmp_path, 7) == {}
-    for here in (EngineConfig(tensor=2), EngineConfig(host="127.0.0.2")):
-        assert RENDEZVOUS in rendezvous_of_ranks(here, tmp_path, 7)
+    for loopback in (EngineConfig(tensor=2), EngineConfig(host="127.0.0.2")):
+        assert RENDEZVOUS in rendezvous_of_ranks(loopback, tmp_path, 7)
 
 
 @pytest.mark.engine
-def test_a_real_server_listens_on_the_loopback_alone(sglang_engine: EngineUnderTest) -> None:
+def test_sglang_server_listens_only_on_the_loopback(sglang_engine: EngineUnderTest) -> None:
     server = psutil.Process(sglang_engine.process.pid)
     found = listening([server, *server.children(recursive=True)])
     assert found == {("engine", "loopback")} <= documented()
 
 
-def test_the_server_ends_with_whoever_started_it(tmp_path: Path) -> None:
-    """Killed with SIGKILL, the starter cannot clean up; the lifeline does."""
+def test_server_and_its_children_end_when_its_starter_is_killed(tmp_path: Path) -> None:
+    """A starter killed with SIGKILL cannot clean up; its lifeline closes."""
     script = tmp_path / "starter.py"
     script.write_text(
         "import sys, time\n"
@@ -230,10 +239,10 @@ def test_the_server_ends_with_whoever_started_it(tmp_path: Path) -> None:
     finally:
         starter.kill()
         starter.wait()
-    assert _gone(pid) and _gone(child)
+    assert _has_ended(pid) and _has_ended(child)
 
 
-def test_the_command_line_follows_the_settings(tmp_path: Path) -> None:
+def test_server_command_contains_the_engine_settings(tmp_path: Path) -> None:
     settings = EngineConfig(
         tensor=2,
         max_running_requests=9,
@@ -261,19 +270,20 @@ def test_the_command_line_follows_the_settings(tmp_path: Path) -> None:
     assert "--attention-backend torch_batched" in on_cpu and "--dtype=float32" in on_cpu
 
 
-def test_an_engine_that_awaits_its_first_update_reads_no_weights(tmp_path: Path) -> None:
-    """The fleet's serve nothing before it; those of `eval` serve the model's own weights."""
+def test_server_command_loads_no_weights_when_engine_awaits_an_update(tmp_path: Path) -> None:
+    """The engines of a training run serve no request before the first update; the engines of the
+    command `eval` serve the model's own weights."""
 
     def command(device: str, awaits_weights: bool) -> list[str]:
         settings = EngineConfig()
         return server_command(settings, tmp_path, 1, device, awaits_weights=awaits_weights)
 
-    waiting = command("cuda", True)
-    assert waiting[waiting.index("--load-format") + 1] == "dummy"
+    awaiting = command("cuda", True)
+    assert awaiting[awaiting.index("--load-format") + 1] == "dummy"
     assert "--load-format" not in command("cuda", False) + command("cpu", True)
 
 
-def test_the_engines_of_a_run_await_their_first_update(
+def test_engine_host_starts_engines_that_await_their_first_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands: list[list[str]] = []
@@ -288,11 +298,11 @@ def test_the_engines_of_a_run_await_their_first_update(
     host = EngineHost("engine0", config, tmp_path / "log")
     with pytest.raises(ComponentFailure, match="no such model: elephant"):
         asyncio.run(host.start())
-    [asked] = commands
-    assert asked[asked.index("--load-format") + 1] == "dummy"
+    [started] = commands
+    assert started[started.index("--load-format") + 1] == "dummy"
 
 
-def test_the_key_reaches_a_server_where_no_other_user_can_read_it(
+def test_api_key_reaches_the_server_without_being_readable_by_other_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = EngineConfig(api_key="secret")
@@ -304,17 +314,17 @@ def test_the_key_reaches_a_server_where_no_other_user_can_read_it(
     environment = server_environment(settings, "cpu", None, {})
     monkeypatch.setenv(KEY_VARIABLE, environment[KEY_VARIABLE])
     assert take_key() == "secret"
-    assert take_key() == "", "what the server starts does not inherit it"
-    _pretend(monkeypatch, _BROKEN)
+    assert take_key() == "", "child processes must not inherit the key"
+    _replace_server(monkeypatch, _BROKEN)
     for key, private in (("", False), ("secret", True), ("", True)):
         process = _process(tmp_path, api_key=key)
         with pytest.raises(ComponentFailure):
             process.start()
         mode = stat.S_IMODE(process.log_path.stat().st_mode)
-        assert (mode == 0o600) == private, "SGLang logs its settings, and the key with them"
+        assert (mode == 0o600) == private, "SGLang logs its settings, including the key"
 
 
-def test_the_environment_keeps_a_cpu_server_single_threaded_and_offline() -> None:
+def test_server_environment_is_single_threaded_and_offline_on_a_cpu() -> None:
     base = {"OMP_NUM_THREADS": "8", "KEEP": "me", "SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
     on_cpu = server_environment(EngineConfig(tensor=2), "cpu", None, base)
     assert on_cpu["OMP_NUM_THREADS"] == "1" and on_cpu["SGLANG_USE_CPU_ENGINE"] == "1"

@@ -1,4 +1,5 @@
-"""A server starts no process that it does not need, and ends as soon as it is let go."""
+"""Tests that an SGLang server starts only the processes that it needs, and ends as soon as its
+lifeline closes."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ from tests.engine import (
 from tests.listening import listening
 
 
-def test_schedulers_alone_are_forked() -> None:
+def test_forked_uses_fork_only_for_the_wrapped_call() -> None:
     def launch(engine: Any) -> str:
         return multiprocessing.get_start_method()
 
@@ -49,7 +50,7 @@ def test_schedulers_alone_are_forked() -> None:
         multiprocessing.set_start_method(before, force=True)
 
 
-def test_a_server_that_is_let_go_does_its_last_act_and_ends(tmp_path: Path) -> None:
+def test_server_runs_its_cleanup_and_ends_when_the_lifeline_closes(tmp_path: Path) -> None:
     script = (
         "import pathlib, sys, time\n"
         "from megatron_async.process_backends.child_process import hold_lifeline\n"
@@ -73,7 +74,7 @@ def test_a_server_that_is_let_go_does_its_last_act_and_ends(tmp_path: Path) -> N
     assert (tmp_path / "done").exists()
 
 
-def test_what_a_server_received_goes_with_it(tmp_path: Path) -> None:
+def test_remove_roots_deletes_only_the_files_that_this_process_received(tmp_path: Path) -> None:
     ours = make_root(tmp_path)
     (ours / "shard").write_bytes(b"weights")
     others = tmp_path / ours.name.replace(str(os.getpid()), "1")
@@ -84,22 +85,25 @@ def test_what_a_server_received_goes_with_it(tmp_path: Path) -> None:
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_real_server_is_two_processes(sglang_engine: EngineUnderTest) -> None:
+def test_sglang_server_is_two_processes_with_a_clean_start_log(
+    sglang_engine: EngineUnderTest,
+) -> None:
     pid = sglang_engine.process.pid
     assert pid is not None
     names = [child.name() for child in psutil.Process(pid).children(recursive=True)]
     assert names == ["sglang::scheduler"]
     log = sglang_engine.process.log_path.read_text()
-    start, ready, _ = log.partition("fired up")  # what other tests asked of it comes later
+    # Later lines belong to requests of other tests.
+    start_log, ready, _ = log.partition("fired up")
     assert ready
-    assert "sglang.srt.models." not in start, "it imports all models, of which some complain"
-    assert "Megatron" not in start
-    assert "Traceback" not in start
+    assert "sglang.srt.models." not in start_log, "all models were imported; some log warnings"
+    assert "Megatron" not in start_log
+    assert "Traceback" not in start_log
 
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_what_a_real_server_maps_is_in_a_directory_that_goes_with_it(
+def test_sglang_server_maps_shared_files_only_in_its_own_directory(
     sglang_engine: EngineUnderTest,
 ) -> None:
     pid = sglang_engine.process.pid
@@ -114,8 +118,9 @@ def test_what_a_real_server_maps_is_in_a_directory_that_goes_with_it(
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_two_ranks_find_each_other_without_a_store_of_sglangs(tmp_path: Path) -> None:
-    """SGLang's listens on every interface; both ranks have the weights of each update."""
+def test_tensor_ranks_rendezvous_without_a_listening_sglang_store(tmp_path: Path) -> None:
+    """SGLang's own store would listen on every interface. Both ranks load the weights of each
+    update."""
     engine = start_engine(tmp_path, SETTINGS.model_copy(update={"tensor": 2}))
     try:
         assert engine.process.pid is not None
@@ -135,36 +140,37 @@ def test_two_ranks_find_each_other_without_a_store_of_sglangs(tmp_path: Path) ->
         engine.process.stop()
 
 
-def test_the_models_that_are_found_at_once_are_those_of_our_families() -> None:
+def test_preloaded_sglang_models_are_those_of_the_projects_families() -> None:
     source = Path(str(models.__file__)).with_name("families.py").read_text()
     found = re.findall(r"import (\w+)$", source, re.M)
     assert sorted(found) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] for name in families())
 
 
-FINDS = """
+FIND_MODELS = """
 from megatron_async.engines.sglang import server
 server.install()
 from sglang.srt.models.registry import ModelRegistry
 for architecture in ("Gemma3ForCausalLM", "Olmo2ForCausalLM"):
     _, name = ModelRegistry.resolve_model_cls([architecture])
     print(name, ModelRegistry._default_models_loaded)
-from megatron.core import parallel_state  # there for code of the user's
+from megatron.core import parallel_state  # User code may import Megatron-core here.
 """
 
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_all_models_are_imported_for_one_of_another_family() -> None:
+def test_sglang_imports_all_models_when_the_family_is_not_preloaded() -> None:
     environment = server_environment(EngineConfig(), "cpu", None, os.environ)
-    command = [sys.executable, "-c", FINDS]
+    command = [sys.executable, "-c", FIND_MODELS]
     out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert out.returncode == 0, out.stderr
     assert out.stdout.splitlines()[-2:] == ["Gemma3ForCausalLM False", "Olmo2ForCausalLM True"]
 
 
-# On a CPU the scheduler is forked and has all that the server has set up. On GPUs it is spawned:
-# its arguments are pickled, and the hooks are there only if the main module installs them again.
-# Every Python process imports this first: no other start method, and a file for each spawned one.
+# On a CPU the scheduler is forked and inherits everything that the server has set up. On GPUs it is
+# spawned: its arguments are pickled, and it has the hooks only if the main module installs them
+# again. Every Python process of this test imports the module below first. The module makes "spawn"
+# the only start method, and creates a file named by the process ID in each spawned process.
 SITE = """
 import multiprocessing, os, pathlib, sys
 
@@ -177,7 +183,7 @@ if "--multiprocessing-fork" in sys.orig_argv:
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_spawned_scheduler_has_our_hooks_and_takes_updates(
+def test_spawned_scheduler_has_the_projects_hooks_and_loads_updates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = tmp_path / "site"
@@ -189,11 +195,11 @@ def test_a_spawned_scheduler_has_our_hooks_and_takes_updates(
         assert engine.process.pid is not None
         children = psutil.Process(engine.process.pid).children(recursive=True)
         [scheduler] = [child for child in children if child.name() == "sglang::scheduler"]
-        assert (site / str(scheduler.pid)).exists(), "it was not spawned"
+        assert (site / str(scheduler.pid)).exists(), "the scheduler was not spawned"
         engine.hold("b", PolicyVersion(3, 7))
         request = make_request("r", [5, 9, 17, 3], 50)
         chunks: list[TokenChunk] = engine.run(lambda client: collect(client, request))
         assert {chunk.version for chunk in chunks} == {PolicyVersion(3, 7)}
-        assert len(chunks) > 2, "without the hook a version is known at the end only"
+        assert len(chunks) > 2, "without the hook, only the end has a version"
     finally:
         engine.process.stop()

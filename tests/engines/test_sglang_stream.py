@@ -1,4 +1,5 @@
-"""Reports of a streamed request become chunks: no token twice, none lost, each with its version."""
+"""Tests that reports of a streamed request become chunks: each token arrives once, with its
+version."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ from megatron_async.engines.sglang.stream import (
 from megatron_async.trajectory.types import PolicyVersion
 from tests.engine import make_request
 
-ASKED = make_request("w", [1, 2], 100)
+REQUEST = make_request("w", [1, 2], 100)
 
 
 def new_decoder() -> StreamDecoder:
-    return StreamDecoder(ASKED, "w")
+    return StreamDecoder(REQUEST, "w")
 
 
 def _report(
@@ -58,7 +59,9 @@ def _flat(chunks: list[TokenChunk]) -> list[tuple[int, float, PolicyVersion]]:
 
 
 @given(st.data())
-def test_any_cut_of_a_response_gives_the_same_tokens_and_versions(data: st.DataObject) -> None:
+def test_stream_decoder_gives_same_tokens_and_versions_for_any_report_sizes(
+    data: st.DataObject,
+) -> None:
     length = data.draw(st.integers(1, 60))
     borders = (
         sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=3))) if length > 1 else []
@@ -81,7 +84,7 @@ def test_any_cut_of_a_response_gives_the_same_tokens_and_versions(data: st.DataO
     assert [chunk.end for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
 
 
-def test_a_request_aborted_in_the_queue_repeats_its_last_token_which_is_not_new() -> None:
+def test_stream_decoder_ignores_token_repeated_by_abort_in_the_queue() -> None:
     decoder = new_decoder()
     first = decoder.feed(_report([4, 5], 2, [("0.1", 0, 2)]))
     last = decoder.feed(_report([5], 2, [("0.1", 0, 2)], {"type": "abort"}))
@@ -116,7 +119,9 @@ def _aborted(status: int) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_report_that_cannot_be_trusted_is_an_error(report: dict[str, Any], message: str) -> None:
+def test_stream_decoder_raises_when_a_report_is_inconsistent(
+    report: dict[str, Any], message: str
+) -> None:
     with pytest.raises(BadReport, match=message):
         new_decoder().feed(report)
 
@@ -133,7 +138,7 @@ def test_report_is_refused_when_it_exceeds_the_largest_size() -> None:
         while size < 1 << 30:
             size += len(piece)
             [*decoder.chunks(piece)]
-    assert size <= most_bytes(ASKED) + len(piece)
+    assert size <= most_bytes(REQUEST) + len(piece)
 
 
 @pytest.mark.parametrize(
@@ -148,8 +153,8 @@ def test_report_is_refused_when_it_exceeds_the_largest_size() -> None:
         _report([5], 1, [("0.0", 0, None)]),
     ],
 )
-def test_whatever_is_no_report_is_a_bad_report(garbage: Any) -> None:
-    """Not an error of another kind, which would end the run instead of the request."""
+def test_stream_decoder_raises_value_error_when_data_is_not_a_report(garbage: Any) -> None:
+    """An error of another kind would end the run instead of the request."""
     with pytest.raises(ValueError):
         new_decoder().feed(garbage)
 
@@ -161,14 +166,16 @@ def test_whatever_is_no_report_is_a_bad_report(garbage: Any) -> None:
         ({"error": {"message": "no", "code": 400}}, True),
         ({"error": {"message": "later", "code": 400, "retryable": True}}, False),
         ({"error": {"message": "defect", "code": 500, "retryable": False}}, False),
-        ({"error": {"message": "a form of its own"}}, False),
+        ({"error": {"message": "another format"}}, False),
         (_aborted(400), True),
         (_aborted(422), True),
         (_aborted(503), False),
         (_aborted(500), False),
     ],
 )
-def test_only_an_invalid_request_is_refused(report: dict[str, Any], refused: bool) -> None:
+def test_stream_decoder_raises_refusal_only_when_the_request_is_invalid(
+    report: dict[str, Any], refused: bool
+) -> None:
     with pytest.raises(BadReport) as raised:
         new_decoder().feed(report)
     assert isinstance(raised.value, Refusal) is refused
@@ -178,12 +185,14 @@ def test_only_an_invalid_request_is_refused(report: dict[str, Any], refused: boo
     ("status", "refused"),
     [(400, True), (413, True), (422, True), (401, False), (404, False), (429, False), (500, False)],
 )
-def test_an_http_status_decides_whose_fault_it_is(status: int, refused: bool) -> None:
+def test_refusal_of_blames_request_or_engine_by_http_status(status: int, refused: bool) -> None:
     assert isinstance(refusal_of(status, "why"), Refusal) is refused
 
 
 @given(st.lists(st.binary(min_size=1, max_size=30).filter(lambda b: b"\n" not in b)), st.data())
-def test_events_survive_any_split_of_the_bytes(payloads: list[bytes], data: st.DataObject) -> None:
+def test_events_of_returns_all_events_for_any_split_of_the_bytes(
+    payloads: list[bytes], data: st.DataObject
+) -> None:
     stream = b"".join(b"data: " + payload + b"\n\n" for payload in payloads)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(stream)), max_size=5)))
     edges = [0, *cuts, len(stream)]
@@ -193,7 +202,7 @@ def test_events_survive_any_split_of_the_bytes(payloads: list[bytes], data: st.D
     assert events == payloads and not buffer
 
 
-def test_a_forced_length_ignores_stop_tokens() -> None:
+def test_sampling_params_have_no_stop_tokens_when_the_length_is_forced() -> None:
     forced = sampling_params(make_request("r", [1], 7, stop_token_ids=(2,)))
     assert forced["ignore_eos"] and forced["max_new_tokens"] == 7
     assert "stop_token_ids" not in forced
@@ -205,7 +214,7 @@ def test_a_forced_length_ignores_stop_tokens() -> None:
     assert free["stop_token_ids"] == [2] and free["temperature"] == 0.5
 
 
-def test_a_counter_is_summed_over_its_labels_and_zero_before_its_first_event() -> None:
+def test_counter_is_summed_over_labels_and_zero_when_missing() -> None:
     metrics = b'# HELP x\nx_total{rank="0"} 2.0\nx_total{rank="1"} 3.0\ny_total 9.0\n'
     assert _counter(metrics, b"x_total") == 5
     assert _counter(metrics, b"z_total") == 0

@@ -1,4 +1,4 @@
-"""SGLang's watchdog ends an engine that hangs, and none that is paused."""
+"""Tests that SGLang's watchdog, which ends an engine that hangs, does not end a paused engine."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LENGTH = 400
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_an_engine_outlives_a_pause_that_is_longer_than_its_watchdog(tmp_path: Path) -> None:
-    """With a request that runs and keeps its KV cache; it goes on afterwards."""
+def test_engine_survives_a_pause_longer_than_its_watchdog(tmp_path: Path) -> None:
+    """A request is running during the pause; it keeps its KV cache and continues afterwards."""
     model = tmp_path / "model"
     save_hf_model("qwen3", model, seed=1, vocab_size=128, max_position_embeddings=2048)
     settings = SETTINGS.model_copy(
@@ -41,7 +41,7 @@ def test_an_engine_outlives_a_pause_that_is_longer_than_its_watchdog(tmp_path: P
             await client.pause("in_place")
             await asyncio.sleep(PAUSE_SECONDS)
             assert server.alive(), server._log()[-3000:]
-            assert not task.done(), "it was paused too late to show anything"
+            assert not task.done(), "the response ended before the pause"
             await client.resume()
             return len(tokens_of(await asyncio.wait_for(task, 60)))
         finally:

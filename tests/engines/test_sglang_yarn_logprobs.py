@@ -1,4 +1,5 @@
-"""Engines serve a model with YaRN at its whole context, with the trainer's log-probs."""
+"""Tests that an engine serves a model with YaRN at its whole context, with the trainer's
+log-probs."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ SCALING = {
 
 
 def save_model(folder: Path) -> Any:
-    """Save a model whose config.json has YaRN as Qwen's publisher writes it; return it."""
+    """Save a model whose config.json has YaRN in the form that Qwen publishes; return the model."""
     rope = {**SCALING, "rope_type": SCALING["type"], "rope_theta": 1000.0}
     model = save_hf_model(
         "qwen2",
@@ -58,7 +59,8 @@ def save_model(folder: Path) -> Any:
 
 
 def scored_by_trainer(folder: Path, ids: list[int]) -> Any:
-    """log p(ids[t] | ids[:t]) for t = 1..n-1, as `megatron-async score` has it."""
+    """Return log p(ids[t] | ids[:t]) for t = 1..n-1, as the command `megatron-async score` computes
+    it."""
     rows, out = folder / "rows.jsonl", folder / "scores.safetensors"
     rows.write_text(json.dumps({"input_ids": ids, "loss_mask": [1] * len(ids)}))
     config = build_config(
@@ -74,17 +76,17 @@ def scored_by_trainer(folder: Path, ids: list[int]) -> Any:
 
 
 def with_rope(model: Any, change: dict[str, Any]) -> Any:
-    """The same weights under another rope."""
+    """Return a copy of the model with the same weights and changed rope parameters."""
     config = copy.deepcopy(model.config)
     config.rope_parameters = {**config.rope_parameters, **change}
-    other = type(model)(config).eval()
-    other.load_state_dict(model.state_dict())
-    return other
+    changed_model = type(model)(config).eval()
+    changed_model.load_state_dict(model.state_dict())
+    return changed_model
 
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_tokens_beyond_the_original_context_have_the_trainers_log_probs(tmp_path: Path) -> None:
+def test_yarn_engine_has_the_trainers_log_probs_beyond_the_original_context(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     process = SGLangProcess(tmp_path / "model", SETTINGS, tmp_path / "engine.log")
     process.start()
@@ -99,11 +101,11 @@ def test_tokens_beyond_the_original_context_have_the_trainers_log_probs(tmp_path
     served = logprobs_of(chunks)
     trained = scored_by_trainer(tmp_path, ids)[PROMPT - 1 :]
     published = reference_logprobs(model, ids)[PROMPT - 1 :]
-    off = {"trainer": abs(served - trained), "transformers": abs(served - published)}
-    print({name: f"{found.max():.1e}" for name, found in off.items()})
-    assert max(found.max() for found in off.values()) < EXACT_TOLERANCE
-    # Without the scale of scores, or with the frequencies as they were, it is off by far more.
+    errors = {"trainer": abs(served - trained), "transformers": abs(served - published)}
+    print({name: f"{found.max():.1e}" for name, found in errors.items()})
+    assert max(found.max() for found in errors.values()) < EXACT_TOLERANCE
+    # Without YaRN's score scale, or with the unscaled frequencies, the errors are far larger.
     for change in ({"attention_factor": 1.0}, {"rope_type": "default"}):
         changed = with_rope(model, change)
-        off_T = abs(served - reference_logprobs(changed, ids)[PROMPT - 1 :])
-        assert off_T[ORIGINAL:].max() > 100 * EXACT_TOLERANCE, change
+        errors_T = abs(served - reference_logprobs(changed, ids)[PROMPT - 1 :])
+        assert errors_T[ORIGINAL:].max() > 100 * EXACT_TOLERANCE, change

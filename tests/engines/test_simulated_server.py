@@ -1,4 +1,5 @@
-"""The simulated engine, and its server: for a client, a host and the trainer it is a real one."""
+"""Tests the simulated engine and its server, which a client, a host and the trainer use like a real
+engine."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def with_client(process: SGLangProcess, body: Any) -> Any:
     return asyncio.run(run())
 
 
-def test_a_stream_that_is_read_ends_when_its_client_is_closed(
+def test_client_stream_raises_when_the_client_is_closed(
     server: tuple[SGLangProcess, Path],
 ) -> None:
     async def body(client: SGLangClient) -> None:
@@ -71,18 +72,18 @@ def test_a_stream_that_is_read_ends_when_its_client_is_closed(
     with_client(server[0], body)
 
 
-def test_one_call_aborts_all_requests_of_an_engine_and_no_more_than_it_is_asked_for(
+def test_client_uses_abort_all_only_when_every_request_is_aborted(
     server: tuple[SGLangProcess, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body(client: SGLangClient) -> list[list[TokenChunk]]:
         posted: list[Any] = []
         post = client._post
 
-        async def noted(path: str, sent: Any) -> Any:
+        async def recording_post(path: str, sent: Any) -> Any:
             posted.append(sent)
             return await post(path, sent)
 
-        monkeypatch.setattr(client, "_post", noted)
+        monkeypatch.setattr(client, "_post", recording_post)
         names = [f"r{i}" for i in range(20)]
         arrived: list[list[TokenChunk]] = [[] for _ in names]
         tasks = [
@@ -103,10 +104,11 @@ def test_one_call_aborts_all_requests_of_an_engine_and_no_more_than_it_is_asked_
     assert {chunks[-1].end for chunks in with_client(server[0], body)} == {"abort"}
 
 
-def test_an_abort_is_repeated_only_where_it_may_have_overtaken_its_request(
+def test_client_repeats_abort_only_when_no_token_of_the_request_has_arrived(
     server: tuple[SGLangProcess, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that has sent tokens of a request has it, and has answered the abort."""
+    """The abort of a request without tokens may have arrived at the engine before the request. An
+    engine that has sent tokens of a request knows the request, and has handled the abort."""
     monkeypatch.setattr("megatron_async.engines.sglang.client._ABORT_AGAIN_SECONDS", 0.01)
 
     async def body(client: SGLangClient) -> list[Any]:
@@ -121,9 +123,11 @@ def test_an_abort_is_repeated_only_where_it_may_have_overtaken_its_request(
             return await post(path, sent)
 
         monkeypatch.setattr(client, "_post", first_abort_lost)
-        known: list[TokenChunk] = []
-        running = asyncio.create_task(collect(client, make_request("known", PROMPT, 60_000), known))
-        await until_streaming([known])
+        arrived: list[TokenChunk] = []
+        running = asyncio.create_task(
+            collect(client, make_request("known", PROMPT, 60_000), arrived)
+        )
+        await until_streaming([arrived])
         await client.abort(["known"])
         await asyncio.sleep(0.2)
         assert len(posted) == 1
@@ -143,7 +147,9 @@ def test_an_abort_is_repeated_only_where_it_may_have_overtaken_its_request(
     assert with_client(server[0], body) == ["abort", "abort"]
 
 
-def test_tokens_around_an_update_carry_their_versions(server: tuple[SGLangProcess, Path]) -> None:
+def test_simulated_server_gives_each_token_the_version_that_generated_it(
+    server: tuple[SGLangProcess, Path],
+) -> None:
     process, model = server
     weights = EngineAddress("engine", process.url)
 
@@ -165,7 +171,9 @@ def test_tokens_around_an_update_carry_their_versions(server: tuple[SGLangProces
     assert list(answer["ranks"][0]["checksums"]) == parameter_names(model)
 
 
-async def test_without_the_key_it_answers_nothing(server: tuple[SGLangProcess, Path]) -> None:
+async def test_simulated_server_rejects_client_without_the_api_key(
+    server: tuple[SGLangProcess, Path],
+) -> None:
     keyless = SETTINGS.model_copy(update={"api_key": ""})
     with pytest.raises(EngineError, match="401"):
         await SGLangClient.connect("engine", server[0].url, keyless)
@@ -178,13 +186,15 @@ async def test_without_the_key_it_answers_nothing(server: tuple[SGLangProcess, P
         ({"weights": {"transport": "disk"}}, "weights.verify is every; .* weights.verify: never"),
     ],
 )
-def test_settings_that_it_cannot_keep_are_refused(settings: Any, sentence: str) -> None:
+def test_config_refuses_weight_settings_that_simulated_engines_lack(
+    settings: Any, sentence: str
+) -> None:
     with pytest.raises(UserError, match=sentence):
         build_config({"engines": {"kind": "simulated"}, **settings})
 
 
-class Here:
-    """A host in this process, called as one that is placed."""
+class LocalHost:
+    """A host in this process with the interface of a remote object."""
 
     def __init__(self, host: EngineHost) -> None:
         self._host = host
@@ -193,10 +203,10 @@ class Here:
         return await what(self._host)
 
 
-def test_streams_through_the_engines_host_are_those_of_the_server(
+def test_streams_through_the_engine_host_equal_the_servers_streams(
     server: tuple[SGLangProcess, Path],
 ) -> None:
-    """What the host does; `start` and `stop` have tests of their own."""
+    """The test covers the host's streams; other tests cover `start` and `stop`."""
     process, model = server
 
     async def relayed() -> list[list[TokenChunk]]:
@@ -204,9 +214,9 @@ def test_streams_through_the_engines_host_are_those_of_the_server(
         config = config.model_copy(update={"engines": SETTINGS})
         host = EngineHost("e", config, model / "log")
         await host.serve(process.url)
-        remote: Any = Here(host)
-        there = await SGLangClient.connect("e", process.url, SETTINGS)
-        client = RelayedEngine(there, HostCalls(remote, "e", 10.0), Pace())
+        remote: Any = LocalHost(host)
+        direct_client = await SGLangClient.connect("e", process.url, SETTINGS)
+        client = RelayedEngine(direct_client, HostCalls(remote, "e", 10.0), Pace())
         long = asyncio.create_task(collect(client, make_request("long", PROMPT, 1900)))
         answers = await asyncio.gather(
             *(collect(client, make_request(f"r{i}", [*PROMPT, i], 50)) for i in range(8))
@@ -220,14 +230,14 @@ def test_streams_through_the_engines_host_are_those_of_the_server(
         return answers
 
     found = asyncio.run(asyncio.wait_for(relayed(), 30))
-    here = SimulatedEngine("here", engine_model(SETTINGS, model))
+    local_engine = SimulatedEngine("local", engine_model(SETTINGS, model))
     for i, chunks in enumerate(found):
-        wanted = asyncio.run(collect(here, make_request(f"r{i}", [*PROMPT, i], 50)))
-        assert (tokens_of(chunks) == tokens_of(wanted)).all()
-        assert (logprobs_of(chunks) == logprobs_of(wanted)).all()
+        expected = asyncio.run(collect(local_engine, make_request(f"r{i}", [*PROMPT, i], 50)))
+        assert (tokens_of(chunks) == tokens_of(expected)).all()
+        assert (logprobs_of(chunks) == logprobs_of(expected)).all()
 
 
-def test_an_engine_that_was_begun_is_the_one_that_is_launched(tmp_path: Path) -> None:
+def test_launch_uses_the_engine_that_begin_started(tmp_path: Path) -> None:
     prepare(tmp_path)
     config = build_config(configuration("copris", "simulated", tmp_path, "run", {}))
 
@@ -247,7 +257,7 @@ def test_an_engine_that_was_begun_is_the_one_that_is_launched(tmp_path: Path) ->
 SLOW = SimulatedEngineModel(step_seconds=0.002, stream_interval=4)
 
 
-async def test_an_aborted_and_resumed_response_is_the_uninterrupted_one() -> None:
+async def test_resumed_response_equals_the_uninterrupted_response() -> None:
     engine = SimulatedEngine("one", SLOW)
     whole = await collect(engine, make_request("whole", PROMPT, 60))
     task = asyncio.create_task(collect(engine, make_request("cut", PROMPT, 60)))
@@ -262,7 +272,7 @@ async def test_an_aborted_and_resumed_response_is_the_uninterrupted_one() -> Non
     assert first + second == tokens_of(whole).tolist()
 
 
-async def test_a_crash_ends_every_stream_and_every_later_call_until_a_restart() -> None:
+async def test_simulated_engine_fails_streams_and_calls_from_crash_until_restart() -> None:
     engine = SimulatedEngine("one", SLOW)
     crash_after(engine, 50)
     tasks = [
@@ -279,7 +289,7 @@ async def test_a_crash_ends_every_stream_and_every_later_call_until_a_restart() 
     await engine.close()
 
 
-async def test_a_full_cache_preempts_the_newest_requests_and_loses_nothing() -> None:
+async def test_simulated_engine_preempts_without_losing_tokens_when_cache_is_full() -> None:
     found, preemptions = [], []
     for capacity in (1000, 100):
         model = SimulatedEngineModel(step_seconds=0.0005, kv_capacity_tokens=capacity)

@@ -1,4 +1,5 @@
-"""The door: what cannot be is found, whatever comes before and after it."""
+"""Tests the validation of an engine's replies: every invalid value is found, also between valid
+data."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from megatron_async.weight_sync.http import MAX_BYTES, json_object
 from tests.engine import make_request
 
 VOCABULARY, STOP = 50, 2
-ASKED: GenerationRequest = replace(
+REQUEST: GenerationRequest = replace(
     make_request("a", [5, 6, 7], 6, forced=False), stop_token_ids=(STOP, 3)
 )
 
@@ -40,17 +41,22 @@ def chunk(*token_ids: int, end: Any = None, number: int = 1, logprob: float = -1
 
 
 GOOD = {
-    "a stop token at its end": [chunk(9, 8), chunk(STOP, end="stop")],
-    "the other stop token, its end in a chunk of its own": [chunk(9, 3), chunk(end="stop")],
-    "as many tokens as were asked for": [chunk(9, 8, 7), chunk(6, 5, 4, end="length")],
+    "a stop token at the end": [chunk(9, 8), chunk(STOP, end="stop")],
+    "the other stop token, with the end in a separate chunk": [chunk(9, 3), chunk(end="stop")],
+    "as many tokens as were requested": [chunk(9, 8, 7), chunk(6, 5, 4, end="length")],
     "an abort anywhere": [chunk(9), chunk(end="abort")],
     "an abort before the first token": [chunk(end="abort")],
-    "a newer version on the way": [chunk(9), chunk(8, number=2), chunk(STOP, end="stop", number=2)],
+    "a newer version during the response": [
+        chunk(9),
+        chunk(8, number=2),
+        chunk(STOP, end="stop", number=2),
+    ],
     "the first and the last token of the vocabulary": [chunk(0, 49), chunk(end="abort")],
     "a certain token, and rounding": [chunk(9, logprob=0.0), chunk(9, logprob=1e-6)],
     "the least likely token of float32": [chunk(9, logprob=-103.3)],
 }
-# By the first column of docs/failures.md's table: what is found, of which stream.
+# For each row of the table in docs/failures.md (named by its first column): a part of the reported
+# violation, and the chunks of a stream that has the violation.
 BAD: dict[str, dict[str, list[TokenChunk]]] = {
     "token": {
         "token 50 is outside the vocabulary of 50 tokens": [chunk(9, 50)],
@@ -88,36 +94,38 @@ BAD: dict[str, dict[str, list[TokenChunk]]] = {
 
 
 @pytest.mark.parametrize("stream", GOOD)
-def test_what_an_engine_may_send_passes(stream: str) -> None:
-    validator = StreamValidator(ASKED, VOCABULARY)
+def test_stream_validator_accepts_valid_streams(stream: str) -> None:
+    validator = StreamValidator(REQUEST, VOCABULARY)
     assert [validator.violation(one) for one in GOOD[stream]] == [None] * len(GOOD[stream])
 
 
-@pytest.mark.parametrize(("row", "found"), [(row, found) for row in BAD for found in BAD[row]])
-def test_what_cannot_be_is_found_at_its_chunk(row: str, found: str) -> None:
-    validator = StreamValidator(ASKED, VOCABULARY)
-    *before, last = BAD[row][found]
+@pytest.mark.parametrize(
+    ("row", "violation"), [(row, violation) for row in BAD for violation in BAD[row]]
+)
+def test_stream_validator_finds_each_violation_at_its_chunk(row: str, violation: str) -> None:
+    validator = StreamValidator(REQUEST, VOCABULARY)
+    *before, last = BAD[row][violation]
     assert [validator.violation(one) for one in before] == [None] * len(before)
-    assert found in str(validator.violation(last))
+    assert violation in str(validator.violation(last))
 
 
-def test_a_forced_length_has_no_stop_tokens() -> None:
-    forced = replace(ASKED, ignore_eos=True)
+def test_stream_validator_ignores_stop_tokens_when_the_length_is_forced() -> None:
+    forced = replace(REQUEST, ignore_eos=True)
     assert StreamValidator(forced).violation(chunk(9, STOP, 8, 7, 6, STOP, end="length")) is None
     assert "not a stop token" in str(StreamValidator(forced).violation(chunk(9, STOP, end="stop")))
 
 
-def test_a_context_that_is_full_ends_a_response_early() -> None:
+def test_stream_validator_accepts_an_early_end_when_the_context_is_full() -> None:
     early = chunk(8, 9, end="length")
-    assert StreamValidator(ASKED, longest=5).violation(early) is None
-    assert StreamValidator(ASKED, longest=6).violation(early) is not None
+    assert StreamValidator(REQUEST, longest=5).violation(early) is None
+    assert StreamValidator(REQUEST, longest=6).violation(early) is not None
 
 
 def report(**changes: Any) -> dict[str, Any]:
-    """The first report of a request: three tokens."""
+    """Return the first report of a request, with three tokens, after these changes."""
     meta = {
         "id": "w",
-        "prompt_tokens": len(ASKED.input_ids),
+        "prompt_tokens": len(REQUEST.input_ids),
         "completion_tokens": 3,
         "output_token_logprobs": [[-1.0, 4, None], [-2.0, 5, None], [-3.0, 6, None]],
         "weight_versions": [{"version": "0.1", "start": 0, "end": 3}],
@@ -130,8 +138,8 @@ def span(start: Any, end: Any, version: Any = "0.1") -> dict[str, Any]:
     return {"version": version, "start": start, "end": end}
 
 
-# Tested where they are read, in tests/rollout/test_closed_client.py.
-OF_CALLS = {"size of a reply", "checksum", "data type of the weights"}
+# Checks of replies to calls, which tests/rollout/test_closed_client.py tests.
+CHECKS_OF_CALLS = {"size of a reply", "checksum", "data type of the weights"}
 MALFORMED: dict[str, list[dict[str, Any]]] = {
     "token report": [{"id": "w2"}, {"id": None}, {"prompt_tokens": 9}, {"prompt_tokens": None}],
     "token": [
@@ -171,14 +179,14 @@ MALFORMED: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("changes", [c for cases in MALFORMED.values() for c in cases], ids=str)
-def test_a_report_of_another_form_is_refused(changes: dict[str, Any]) -> None:
-    assert len(StreamDecoder(ASKED, "w").feed(report())[0].token_ids) == 3
+def test_stream_decoder_refuses_malformed_reports(changes: dict[str, Any]) -> None:
+    assert len(StreamDecoder(REQUEST, "w").feed(report())[0].token_ids) == 3
     with pytest.raises(BadReport):
-        StreamDecoder(ASKED, "w").feed(report(**changes))
+        StreamDecoder(REQUEST, "w").feed(report(**changes))
 
 
-def test_of_an_engines_complaint_a_sentence_is_kept() -> None:
-    for odd in (
+def test_stream_decoder_shortens_an_engines_error_message() -> None:
+    for malformed in (
         {"error": {"code": 400, "message": "no\n" * 10**6}},
         {"error": "no\n" * 10**6},
         report(finish_reason={"type": "abort", "status_code": 500, "message": "no\n" * 10**6}),
@@ -186,31 +194,31 @@ def test_of_an_engines_complaint_a_sentence_is_kept() -> None:
         report(output_ids=["9" * 10**6, 5, 6]),
     ):
         with pytest.raises(BadReport) as raised:
-            StreamDecoder(ASKED, "w").feed(odd)
+            StreamDecoder(REQUEST, "w").feed(malformed)
         assert len(str(raised.value)) <= 500 and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("answer", [b"[" * 10**5, b'{"a":' * 10**5, b"\xff\xfe", b"3", b"", b"y"])
-def test_an_answer_without_an_object_is_an_empty_one(answer: bytes) -> None:
+def test_json_object_returns_an_empty_object_when_the_reply_has_none(answer: bytes) -> None:
     assert json_object(answer) == {}
 
 
 LOAD = {"num_running_reqs": 3, "num_waiting_reqs": 1, "token_usage": 0.5}
 
 
-def test_the_load_of_all_parts_is_one_report() -> None:
+def test_load_of_combines_the_reports_of_all_data_parallel_parts() -> None:
     other = {**LOAD, "token_usage": 0.25, "num_running_reqs": 4.0}
     assert load_of([LOAD, other], 7.0) == EngineStatus(7, 2, 0.5, 7)
 
 
 @pytest.mark.parametrize("name", LOAD)
 @pytest.mark.parametrize("value", [None, "y", "3", -1, True, 1e39, float("nan"), [], {}])
-def test_a_load_that_cannot_be_is_no_report(name: str, value: Any) -> None:
+def test_load_of_raises_when_a_value_is_invalid(name: str, value: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         load_of([{**LOAD, name: value}], 0.0)
 
 
-def test_no_load_and_half_a_request_are_no_report() -> None:
+def test_load_checks_raise_when_report_is_empty_or_count_is_fractional() -> None:
     with pytest.raises(ValueError, match="load report is empty"):
         load_of([], 0.0)
     with pytest.raises(ValueError, match="not a whole number"):
@@ -218,7 +226,8 @@ def test_no_load_and_half_a_request_are_no_report() -> None:
 
 
 def documented() -> dict[str, str]:
-    """What the table of docs/failures.md lets through, by its first column."""
+    """Return the rows of the table in docs/failures.md that lists valid replies, by their first
+    column."""
     page = (Path(__file__).parents[2] / "docs" / "failures.md").read_text()
     section = page.partition("## Checks of an engine's replies")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("| ")]
@@ -226,10 +235,11 @@ def documented() -> dict[str, str]:
     return dict(rows[1:])
 
 
-def test_the_table_of_what_may_come_is_what_is_checked() -> None:
-    """Every row refuses something above, everything that is refused has its row, in numbers too."""
+def test_documented_reply_checks_match_the_implemented_checks() -> None:
+    """Every row of the table has a refusal in this file, every refusal has a row, and their bounds
+    are equal."""
     table = documented()
-    assert table.keys() == BAD.keys() | MALFORMED.keys() | OF_CALLS | {"load report"}
+    assert table.keys() == BAD.keys() | MALFORMED.keys() | CHECKS_OF_CALLS | {"load report"}
     for row, bounds in {
         "log-prob": (SMALLEST_LOGPROB, MAX_LOGPROB),
         "load report": (MAX_USAGE,),

@@ -1,4 +1,5 @@
-"""Columns of many streams: what goes in comes out, in order, and no more than a chunk is open."""
+"""Tests `Outbox` and `TokenReport`: the tokens of many streams are returned in order, and each
+stream has less than a chunk unacknowledged when tokens are added."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ def chunk(first: int, count: int, number: int = 0, end: StreamEnd | None = None)
     return TokenChunk(tokens, -tokens.astype(np.float32) / 7, PolicyVersion(3, number), end)
 
 
-def plain(items: list[tuple[int, Item]]) -> list[object]:
-    """Comparable values."""
+def comparable(items: list[tuple[int, Item]]) -> list[object]:
+    """Return the items as plain values that can be compared."""
     return [
         (s, i.token_ids.tolist(), i.logprobs.tolist(), tuple(i.version), i.end, i.queued_seconds)
         if isinstance(i, TokenChunk)
@@ -32,7 +33,7 @@ def plain(items: list[tuple[int, Item]]) -> list[object]:
     ]
 
 
-def test_a_report_holds_runs_ends_and_failures_of_many_streams() -> None:
+def test_token_report_returns_spans_ends_and_failures_of_many_streams() -> None:
     items: list[tuple[int, Item]] = [
         (1 << 40, chunk(5, 3)),
         (2, EngineError("engine1: the stream broke off")),
@@ -43,11 +44,11 @@ def test_a_report_holds_runs_ends_and_failures_of_many_streams() -> None:
         (10, ComponentFailure("no more files")),
     ]
     report = pickle.loads(pickle.dumps(TokenReport.of(items)))
-    assert plain(list(report.items())) == plain(items)
+    assert comparable(list(report.items())) == comparable(items)
 
 
 @pytest.mark.parametrize("order", permutations(range(3)))
-def test_streams_with_other_columns_are_in_one_report(order: tuple[int, ...]) -> None:
+def test_token_report_contains_streams_with_different_columns(order: tuple[int, ...]) -> None:
     routes = np.zeros(2, [("routes", "<i2", (2, 4))])
     routes["routes"][1] = 7
     mask = np.ones(2, [("mask", "?")])
@@ -56,13 +57,13 @@ def test_streams_with_other_columns_are_in_one_report(order: tuple[int, ...]) ->
     items += [(5, chunks[2]), (5, chunks[0]), (5, chunk(0, 0, end="abort"))]
     found = list(pickle.loads(pickle.dumps(TokenReport.of(items))).items())
     last = replace(chunks[0], end="abort")
-    wanted = [*items[:-2], (5, last)]
-    assert plain(found) == plain(wanted)
-    for (_, one), (_, other) in zip(found, wanted, strict=True):
-        assert [c.tobytes() for c in one.columns] == [c.tobytes() for c in other.columns]
+    expected = [*items[:-2], (5, last)]
+    assert comparable(found) == comparable(expected)
+    for (_, actual), (_, wanted) in zip(found, expected, strict=True):
+        assert [c.tobytes() for c in actual.columns] == [c.tobytes() for c in wanted.columns]
 
 
-def test_a_failure_of_another_kind_comes_as_its_nearest() -> None:
+def test_token_report_turns_unknown_failure_into_its_base_class() -> None:
     [(_, failure)] = TokenReport.of([(0, ProcessKilled("gone"))]).items()
     assert type(failure) is ComponentFailure and str(failure) == "gone"
 
@@ -73,43 +74,43 @@ def test_a_failure_of_another_kind_comes_as_its_nearest() -> None:
     ),
     st.integers(1, 7),
 )
-def test_what_is_put_in_comes_out_once_and_in_order_a_run_for_each_version(
+def test_outbox_returns_tokens_once_in_order_in_a_span_per_version(
     puts: list[tuple[int, int, int]], most: int
 ) -> None:
-    outbox, wanted = Outbox(64), dict[int, list[tuple[int, int]]]()
-    for place, (stream, count, number) in enumerate(puts):
-        outbox.put(stream, chunk(100 * place, count, number))
-        tokens = [(100 * place + i, number) for i in range(count)]
-        wanted.setdefault(stream, []).extend(tokens)
+    outbox, expected = Outbox(64), dict[int, list[tuple[int, int]]]()
+    for index, (stream, count, number) in enumerate(puts):
+        outbox.put(stream, chunk(100 * index, count, number))
+        tokens = [(100 * index + i, number) for i in range(count)]
+        expected.setdefault(stream, []).extend(tokens)
     found = dict[int, list[tuple[int, int]]]()
     while len(outbox):
-        runs = [(s, i) for s, i in outbox.take(most).items() if isinstance(i, TokenChunk)]
-        assert len({stream for stream, _ in runs}) <= most
-        for (stream, before), (other, after) in pairwise(runs):
+        spans = [(s, i) for s, i in outbox.take(most).items() if isinstance(i, TokenChunk)]
+        assert len({stream for stream, _ in spans}) <= most
+        for (stream, before), (other, after) in pairwise(spans):
             assert stream != other or before.version != after.version
-        for stream, run in runs:
-            assert (run.logprobs == -run.token_ids.astype(np.float32) / 7).all()
-            tokens = [(int(token), run.version.number) for token in run.token_ids]
+        for stream, span in spans:
+            assert (span.logprobs == -span.token_ids.astype(np.float32) / 7).all()
+            tokens = [(int(token), span.version.number) for token in span.token_ids]
             found.setdefault(stream, []).extend(tokens)
-    assert found == wanted
+    assert found == expected
 
 
-def test_a_run_has_the_wait_of_its_first_chunk_and_the_end_of_its_last() -> None:
+def test_outbox_span_has_queue_time_of_first_chunk_and_end_of_last_chunk() -> None:
     outbox = Outbox(64)
     for item in (replace(chunk(5, 3), queued_seconds=0.5), chunk(8, 2), chunk(0, 0, end="abort")):
         outbox.put(1, item)
     outbox.put(2, chunk(9, 1))
-    assert plain(list(outbox.take(9).items())) == plain(
+    assert comparable(list(outbox.take(9).items())) == comparable(
         [(1, replace(chunk(5, 5, end="abort"), queued_seconds=0.5)), (2, chunk(9, 1))]
     )
 
 
-def test_a_stream_without_a_bound_has_room_until_it_has_ended() -> None:
+def test_outbox_has_room_for_an_unbound_stream_until_the_stream_ends() -> None:
     outbox = Outbox(64)
     outbox.unbind(0)
-    for place in range(9):
+    for index in range(9):
         assert outbox.has_room(0)
-        outbox.put(0, chunk(100 * place, 64))
+        outbox.put(0, chunk(100 * index, 64))
     outbox.take(9)
     assert outbox.has_room(0) and outbox.unacknowledged
     outbox.put(0, chunk(0, 0, end="abort"))
@@ -118,7 +119,7 @@ def test_a_stream_without_a_bound_has_room_until_it_has_ended() -> None:
     assert not outbox.has_room(0)
 
 
-def test_a_stream_has_room_until_a_chunk_of_it_is_unacknowledged() -> None:
+def test_outbox_has_room_for_a_stream_until_a_chunk_is_unacknowledged() -> None:
     outbox = Outbox(64)
     outbox.put(0, chunk(0, 63))
     assert outbox.has_room(0) and outbox.has_room(1) and not outbox.unacknowledged
@@ -126,7 +127,7 @@ def test_a_stream_has_room_until_a_chunk_of_it_is_unacknowledged() -> None:
     assert outbox.has_room(0) and outbox.unacknowledged
     outbox.put(0, chunk(63, 1))
     assert not outbox.has_room(0) and outbox.has_room(1)
-    outbox.acknowledge([0])  # of what was reported: one token still waits
+    outbox.acknowledge([0])  # This acknowledges the 63 reported tokens; one token still waits.
     assert outbox.has_room(0) and not outbox.unacknowledged
     outbox.put(0, chunk(64, 63))
     assert not outbox.has_room(0)
@@ -136,7 +137,7 @@ def test_a_stream_has_room_until_a_chunk_of_it_is_unacknowledged() -> None:
     assert outbox.has_room(0)
 
 
-def test_a_stream_that_has_ended_or_is_forgotten_waits_for_no_acknowledgement() -> None:
+def test_outbox_expects_no_acknowledgment_of_ended_or_forgotten_streams() -> None:
     outbox = Outbox(64)
     outbox.put(0, chunk(0, 64, end="length"))
     outbox.put(1, chunk(0, 64))

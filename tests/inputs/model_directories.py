@@ -1,4 +1,4 @@
-"""Small model directories of every family, written without transformers."""
+"""Writes small model directories of every family, without transformers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def write_model(folder: Path, family: str, **changes: Any) -> Path:
-    """A directory with config, weights of ones and a tokenizer; `changes` of the config."""
+    """Write a model directory with config.json, weights that are all 1, and a tokenizer; return the
+    directory.
+
+    `changes` override entries of config.json.
+    """
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIGS[family] | changes))
     write_character_tokenizer(folder)

@@ -1,4 +1,5 @@
-"""Damaged inputs at the command line: exit code 2, one sentence, nothing made."""
+"""Tests that commands refuse damaged inputs: exit code 2, a message of one line, and no file
+written."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ Damage = Callable[[Path], None]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("commands") / "whole", "llama")
+def undamaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("commands") / "undamaged", "llama")
 
 
 def _config(**changes: Any) -> Damage:
@@ -39,16 +40,16 @@ def _bytes(name: str, content: bytes) -> Damage:
     return lambda folder: (folder / name).write_bytes(content) and None
 
 
-def _cut_weights(folder: Path) -> None:
+def _truncate_weights(folder: Path) -> None:
     os.truncate(folder / "model.safetensors", 1000)
 
 
-def _weights(name: str, value: float, *, whole: bool = False) -> Damage:
-    """One number of a tensor is `value`, or all are."""
+def _weights(name: str, value: float, *, all_values: bool = False) -> Damage:
+    """Return a damage that sets one value, or all values, of a tensor to `value`."""
 
     def write(folder: Path) -> None:
         tensors = load_file(folder / "model.safetensors")
-        tensors[name].view(-1)[slice(None) if whole else slice(7, 8)] = value
+        tensors[name].view(-1)[slice(None) if all_values else slice(7, 8)] = value
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     return write
@@ -58,9 +59,9 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "wrong hidden size": (_config(hidden_size=16, head_dim=4), "config.json requires (128, 16)"),
     "layers as text": (_config(num_hidden_layers="two"), "num_hidden_layers is 'two'"),
     "not UTF-8": (_bytes("config.json", b'{"\xff": 1}'), "is not UTF-8 text"),
-    "cut weights": (_cut_weights, "model.safetensors cannot be read"),
+    "cut weights": (_truncate_weights, "model.safetensors cannot be read"),
     "damaged tokenizer": (_bytes("tokenizer.json", b"[1"), "has no readable tokenizer"),
-    "odd generation config": (
+    "invalid generation config": (
         _bytes("generation_config.json", b'{"eos_token_id": ["x"]}'),
         "eos_token_id is ['x']; it must be a token",
     ),
@@ -81,9 +82,12 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         _weights("model.layers.1.mlp.down_proj.weight", -np.inf),
         "tensor model.layers.1.mlp.down_proj.weight contains NaN or infinity",
     ),
-    "zeros": (_weights("model.embed_tokens.weight", 0.0, whole=True), "weight is all zero"),
-    "a norm of zeros": (_weights("model.norm.weight", 0.0, whole=True), "norm.weight is all zero"),
-    "deep run file": (_bytes("run.yaml", b"[" * 2000), "is nested too deeply"),
+    "zeros": (_weights("model.embed_tokens.weight", 0.0, all_values=True), "weight is all zero"),
+    "a norm of zeros": (
+        _weights("model.norm.weight", 0.0, all_values=True),
+        "norm.weight is all zero",
+    ),
+    "deeply nested run file": (_bytes("run.yaml", b"[" * 2000), "is nested too deeply"),
     "line separators and a bad line": (
         _bytes("data.jsonl", '{"prompt": "a\u2028b", "answer": 1}\n{"prompt": 1}\n'.encode()),
         "data.jsonl:2: there is no column `answer` among ['prompt']",
@@ -91,9 +95,10 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 }
 
 
-def _damaged(whole: Path, folder: Path, damage: Damage) -> list[str]:
-    """Arguments that name a model, a run file and problems in `folder`, one of them damaged."""
-    shutil.copytree(whole, folder, dirs_exist_ok=True)
+def _damaged(undamaged: Path, folder: Path, damage: Damage) -> list[str]:
+    """Write a model, a run file and problems to `folder`, and damage one of them; return the
+    arguments that name the run file."""
+    shutil.copytree(undamaged, folder, dirs_exist_ok=True)
     settings = {
         "root": str(folder / "runs"),
         "model": {"path": str(folder)},
@@ -113,19 +118,19 @@ def _damaged(whole: Path, folder: Path, damage: Damage) -> list[str]:
         (["eval"], "a NaN"),
         (["simulate"], "not UTF-8"),
         (["plan"], "layers as text"),
-        (["launch", "--dry-run"], "deep run file"),
+        (["launch", "--dry-run"], "deeply nested run file"),
     ],
 )
 def test_command_refuses_damaged_input_before_anything_starts(
     command: list[str],
     name: str,
-    whole: Path,
+    undamaged: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     damage, sentence = DAMAGES[name]
-    arguments = _damaged(whole, tmp_path, damage)
+    arguments = _damaged(undamaged, tmp_path, damage)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["megatron-async", *command, *arguments])
     with pytest.raises(SystemExit) as end:
@@ -133,18 +138,18 @@ def test_command_refuses_damaged_input_before_anything_starts(
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("error: ") and sentence in line
-    assert not (tmp_path / "runs").exists(), "nothing may be half-written"
+    assert not (tmp_path / "runs").exists(), "a refused command must write nothing"
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["cut weights", "a NaN"])
 @pytest.mark.parametrize("role", ["eval", "a teacher", "a checkpoint to start from"])
-def test_weights_are_looked_at_wherever_they_come_in(
-    name: str, role: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_command_checks_the_weights_of_every_model_that_it_reads(
+    name: str, role: str, undamaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     damage, sentence = DAMAGES[name]
-    good = _damaged(whole, tmp_path / "good", lambda _: None)
-    bad = shutil.copytree(whole, tmp_path / "bad")
+    good = _damaged(undamaged, tmp_path / "good", lambda _: None)
+    bad = shutil.copytree(undamaged, tmp_path / "bad")
     damage(bad)
     made = ["--src", str(bad), "--dst", str(tmp_path / "to")]
     command = {
@@ -152,7 +157,9 @@ def test_weights_are_looked_at_wherever_they_come_in(
         "a teacher": ["sft", *good, "--from-teacher", str(bad)],
         "a checkpoint to start from": ["convert", "hf-to-megatron", *made],
     }[role]
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("it starts something"))
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *_, **__: pytest.fail("the command started a process")
+    )
     done = CliRunner().invoke(cli.app, command)
     assert isinstance(done.exception, UserError) and sentence in str(done.exception)
     assert not (tmp_path / "to").exists() and not (tmp_path / "good/runs").exists()
@@ -160,12 +167,18 @@ def test_weights_are_looked_at_wherever_they_come_in(
 
 @pytest.mark.slow
 @pytest.mark.one_core
-def test_a_command_refuses_damaged_input_as_a_process_with_exit_code_2(
-    whole: Path, tmp_path: Path
+def test_command_process_exits_with_code_2_when_its_input_is_damaged(
+    undamaged: Path, tmp_path: Path
 ) -> None:
     damage, sentence = DAMAGES["cut weights"]
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_async.cli", "train", *_damaged(whole, tmp_path, damage)],
+        [
+            sys.executable,
+            "-m",
+            "megatron_async.cli",
+            "train",
+            *_damaged(undamaged, tmp_path, damage),
+        ],
         capture_output=True,
         text=True,
         timeout=300,

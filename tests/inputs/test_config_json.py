@@ -1,4 +1,5 @@
-"""Any config.json: the model it describes, or one sentence, before anything starts."""
+"""Tests that any config.json either gives the model that it describes, or is refused with a message
+of one line before a run starts."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def folder(folders: dict[str, Path]) -> Iterator[Path]:
-    """The llama model; its config.json may be changed."""
+    """The directory of the llama model, whose config.json a test may change."""
     yield folders["llama"]
     (folders["llama"] / "config.json").write_text(json.dumps(CONFIGS["llama"]))
 
@@ -51,14 +52,15 @@ def _run_config(folder: Path) -> RunConfig:
     return build_config({"model": {"path": str(folder)}, "task": {"answer_marker": "#"}})
 
 
-def _text(config: Mapping[str, Any], changes: Mapping[str, str | None]) -> str:
-    """`config` with texts of values in place of some, and None for a key that is left out."""
+def _json_text(config: Mapping[str, Any], changes: Mapping[str, str | None]) -> str:
+    """Return `config` as JSON text in which `changes` replace the texts of values, or with None
+    remove the key."""
     texts = {key: json.dumps(value) for key, value in config.items()} | dict(changes)
     return "{" + ",".join(f'"{k}":{v}' for k, v in texts.items() if v is not None) + "}"
 
 
-def _plausible(architecture: Architecture) -> None:
-    """No number in it is one that a model could not be built with."""
+def _assert_plausible(architecture: Architecture) -> None:
+    """Assert that a model can be built with every number of the architecture."""
     for rope in (architecture.rope, architecture.local_rope or Rope(1.0)):
         for value in (rope.theta, rope.factor, rope.low_freq_factor, rope.high_freq_factor):
             assert 0 < value < math.inf
@@ -86,29 +88,29 @@ def test_fuzz_changed_keys(
     if rope is not None:
         key, inner = rope
         base = config.get(key) or CONFIGS["llama"]["rope_scaling"]
-        changes = {**changes, key: _text(base, inner)}
+        changes = {**changes, key: _json_text(base, inner)}
     folder = folders[family]
-    (folder / "config.json").write_text(_text(config, changes))
+    (folder / "config.json").write_text(_json_text(config, changes))
     architecture = accepted(lambda: read_architecture(folder))
     accepted(lambda: shape_of(_run_config(folder)))
     if architecture is not None:
-        _plausible(architecture)
+        _assert_plausible(architecture)
         accepted(lambda: check_weights(folder, architecture))
 
 
 @fuzzed(150)
 @given(st.sampled_from(sorted(CONFIGS)), st.data())
 def test_fuzz_damaged_bytes(folders: dict[str, Path], family: str, data: st.DataObject) -> None:
-    """Everything that `train` checks."""
+    """Calls all checks of the command `train`."""
     folder = folders[family]
-    whole = json.dumps(CONFIGS[family], indent=1).encode()
-    (folder / "config.json").write_bytes(data.draw(damaged(whole)))
+    undamaged = json.dumps(CONFIGS[family], indent=1).encode()
+    (folder / "config.json").write_bytes(data.draw(damaged(undamaged)))
     accepted(lambda: check_run(_run_config(folder)))
     accepted(lambda: shape_of(_run_config(folder)))
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_an_undamaged_directory_passes(folders: dict[str, Path], family: str) -> None:
+def test_check_run_accepts_an_undamaged_model(folders: dict[str, Path], family: str) -> None:
     folder = folders[family]
     (folder / "config.json").write_text(json.dumps(CONFIGS[family]))
     check_run(_run_config(folder))
@@ -140,17 +142,17 @@ def test_an_undamaged_directory_passes(folders: dict[str, Path], family: str) ->
         ({"num_hidden_layers": "1"}, r"layers\.1\..* is unknown .* the 1 layers that config\.json"),
     ],
 )
-def test_a_config_that_cannot_be_is_one_sentence(
+def test_check_run_refuses_an_invalid_config_json(
     folder: Path, changes: dict[str, str], sentence: str
 ) -> None:
-    (folder / "config.json").write_text(_text(CONFIGS["llama"], changes))
+    (folder / "config.json").write_text(_json_text(CONFIGS["llama"], changes))
     with pytest.raises(UserError, match=sentence) as caught:
         check_run(_run_config(folder))
     assert str(folder) in str(caught.value)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_one_expert_whose_weight_is_always_one_is_refused_at_the_start(
+def test_check_run_refuses_a_single_active_expert_with_normalized_weight(
     folders: dict[str, Path], family: str
 ) -> None:
     folder = folders[family]
@@ -159,36 +161,38 @@ def test_one_expert_whose_weight_is_always_one_is_refused_at_the_start(
         check_run(_run_config(folder))
 
 
-def test_a_config_that_is_not_utf8_is_one_sentence_and_a_byte_order_mark_is_read(
+def test_config_json_must_be_utf8_and_may_have_a_byte_order_mark(
     folder: Path,
 ) -> None:
-    whole = json.dumps(CONFIGS["llama"]).encode()
-    (folder / "config.json").write_bytes(whole.replace(b"default", b"\xff") + b"\xff")
+    undamaged = json.dumps(CONFIGS["llama"]).encode()
+    (folder / "config.json").write_bytes(undamaged.replace(b"default", b"\xff") + b"\xff")
     with pytest.raises(UserError, match=r"config\.json is not UTF-8 text"):
         check_run(_run_config(folder))
-    (folder / "config.json").write_bytes(b"\xef\xbb\xbf" + whole)
+    (folder / "config.json").write_bytes(b"\xef\xbb\xbf" + undamaged)
     check_run(_run_config(folder))
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_what_a_config_leaves_out_is_what_transformers_takes(
+def test_missing_config_values_have_the_defaults_of_transformers(
     folders: dict[str, Path], family: str
 ) -> None:
-    """Of the settings that no tensor's shape would give away."""
+    """Covers settings whose wrong value the shape of no tensor would reveal."""
     from transformers import AutoConfig
 
-    left_out = {"rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "norm_topk_prob"}
-    kept = {key: value for key, value in CONFIGS[family].items() if key not in left_out}
-    (folders[family] / "config.json").write_text(json.dumps(kept))
-    ours = read_architecture(folders[family])
-    theirs = AutoConfig.from_pretrained(folders[family])
-    assert ours.norm_eps == theirs.rms_norm_eps
+    omitted = {"rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "norm_topk_prob"}
+    remaining = {key: value for key, value in CONFIGS[family].items() if key not in omitted}
+    (folders[family] / "config.json").write_text(json.dumps(remaining))
+    architecture = read_architecture(folders[family])
+    transformers_config = AutoConfig.from_pretrained(folders[family])
+    assert architecture.norm_eps == transformers_config.rms_norm_eps
     if family == "gemma3_text":
-        ropes = {"full_attention": ours.rope, "sliding_attention": ours.local_rope}
+        ropes = {"full_attention": architecture.rope, "sliding_attention": architecture.local_rope}
         thetas = {name: rope.theta for name, rope in ropes.items() if rope is not None}
-        assert thetas == {n: r["rope_theta"] for n, r in theirs.rope_parameters.items()}
+        assert thetas == {
+            n: r["rope_theta"] for n, r in transformers_config.rope_parameters.items()
+        }
     else:
-        assert ours.rope == Rope(theirs.rope_parameters["rope_theta"])
+        assert architecture.rope == Rope(transformers_config.rope_parameters["rope_theta"])
     if family == "qwen3_moe":
-        assert ours.experts is not None
-        assert ours.experts.normalize_top_k == theirs.norm_topk_prob
+        assert architecture.experts is not None
+        assert architecture.experts.normalize_top_k == transformers_config.norm_topk_prob

@@ -1,4 +1,5 @@
-"""Any JSONL file of problems: its rows, line by line, or one sentence."""
+"""Tests that any JSONL file of problems either gives its rows, line by line, or is refused with a
+message of one line."""
 
 from __future__ import annotations
 
@@ -56,11 +57,11 @@ def _expected(content: bytes) -> list[tuple[str, str]]:
     return [(str(row["prompt"]), str(row["answer"])) for row in rows]
 
 
-def _agrees(file: Path) -> None:
+def _assert_equals_file(file: Path) -> None:
     problems = accepted(lambda: _problems(file))
     if problems is not None:
         expected = _expected(file.read_bytes())
-        found = [problems.train(place) for place in range(len(expected))]
+        found = [problems.train(index) for index in range(len(expected))]
         assert sorted((p.question, p.payload["answer"]) for p in found) == sorted(expected)
         for problem in found:
             json.dumps(problem.payload).encode()
@@ -71,20 +72,20 @@ def _agrees(file: Path) -> None:
 @given(_files)
 def test_fuzz_files(file: Path, content: bytes) -> None:
     file.write_bytes(content)
-    _agrees(file)
+    _assert_equals_file(file)
 
 
 @fuzzed(150)
 @given(st.data())
 def test_fuzz_damaged_bytes(file: Path, data: st.DataObject) -> None:
     rows = [{"prompt": f"What is {i} + 1?", "answer": i + 1, "priority": i} for i in range(3)]
-    whole = "\n".join(json.dumps(row) for row in rows) + "\n"
-    file.write_bytes(data.draw(damaged(whole.encode())))
-    _agrees(file)
+    undamaged = "\n".join(json.dumps(row) for row in rows) + "\n"
+    file.write_bytes(data.draw(damaged(undamaged.encode())))
+    _assert_equals_file(file)
 
 
 @pytest.mark.parametrize("inside", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\r"])
-def test_only_a_newline_ends_a_line(file: Path, inside: str) -> None:
+def test_jsonl_lines_end_only_at_a_newline(file: Path, inside: str) -> None:
     row = {"prompt": f"a{inside}b", "answer": f"c{inside}d"}
     text = json.dumps(row, ensure_ascii=inside < " ")
     file.write_bytes(f'{text}\r\n\n{{"prompt": "last", "answer": 1}}'.encode())
@@ -106,14 +107,16 @@ def test_only_a_newline_ends_a_line(file: Path, inside: str) -> None:
         (b'{"prompt": "\xff", "answer": "b"}', r"is not UTF-8 text \(byte 12\)"),
     ],
 )
-def test_a_line_that_cannot_be_read_is_named(file: Path, line: bytes, sentence: str) -> None:
+def test_file_problems_name_the_line_that_cannot_be_read(
+    file: Path, line: bytes, sentence: str
+) -> None:
     file.write_bytes(b'{"prompt": "a", "answer": "b"}\n' + line + b"\n")
     with pytest.raises(UserError, match=sentence) as caught:
         _problems(file)
     assert f"{file}:2" in str(caught.value)
 
 
-def test_a_name_that_is_no_file_is_refused() -> None:
+def test_file_problems_refuse_a_path_that_is_not_a_file() -> None:
     settings: dict[str, Any] = {"kind": "files", "name": "exact"}
     for path in ("", "a\0b"):
         with pytest.raises(UserError, match="cannot be read"):
@@ -130,7 +133,7 @@ def test_a_name_that_is_no_file_is_refused() -> None:
         ("dataset_dict.json", {"splits": [{}]}),
     ],
 )
-def test_a_directory_that_datasets_has_not_saved_is_refused(
+def test_open_rows_refuses_a_directory_that_datasets_has_not_saved(
     tmp_path: Path, file: str, content: dict[str, Any]
 ) -> None:
     (tmp_path / file).write_text(json.dumps(content))
@@ -138,7 +141,7 @@ def test_a_directory_that_datasets_has_not_saved_is_refused(
         open_rows(str(tmp_path), "", "task.path")
 
 
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_open_rows_refuses_a_pipe_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rows.jsonl")
     with pytest.raises(UserError, match="is not a regular file"):
         open_rows(str(tmp_path / "rows.jsonl"), "", "task.path")

@@ -1,4 +1,5 @@
-"""Any safetensors files beside a config.json: found fit, or refused in one sentence."""
+"""Tests that any safetensors files next to a config.json are either readable completely, or refused
+with a message of one line."""
 
 from __future__ import annotations
 
@@ -30,17 +31,17 @@ from tests.inputs.model_directories import write_model
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("weights") / "whole", "qwen3")
+def undamaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("weights") / "undamaged", "qwen3")
 
 
 @pytest.fixture
-def folder(whole: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(whole, tmp_path / "model"))
+def folder(undamaged: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(undamaged, tmp_path / "model"))
 
 
-def _check(folder: Path) -> None:
-    """What is accepted can be read, every tensor whole."""
+def _assert_readable_if_accepted(folder: Path) -> None:
+    """Assert that every tensor of accepted weights can be read completely."""
     architecture = read_architecture(folder)
     if accepted(lambda: check_weights(folder, architecture) or True):
         with SafetensorsDirectory(folder) as directory:
@@ -60,22 +61,22 @@ def _with_header(text: bytes, data: bytes) -> bytes:
 @fuzzed(150)
 @given(st.data())
 def test_fuzz_damaged_bytes(
-    whole: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    undamaged: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    folder = _scratch(whole, tmp_path_factory)
-    file = (whole / SINGLE_FILE).read_bytes()
+    folder = _scratch(undamaged, tmp_path_factory)
+    file = (undamaged / SINGLE_FILE).read_bytes()
     (folder / SINGLE_FILE).write_bytes(data.draw(damaged(file)))
-    _check(folder)
+    _assert_readable_if_accepted(folder)
 
 
 @fuzzed(250)
 @given(st.data())
 def test_fuzz_changed_headers(
-    whole: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    undamaged: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Fields of a header changed, with the bytes behind it as they were."""
-    folder = _scratch(whole, tmp_path_factory)
-    header, tail = _header((whole / SINGLE_FILE).read_bytes())
+    """Changes fields of a header and keeps the bytes after the header."""
+    folder = _scratch(undamaged, tmp_path_factory)
+    header, tail = _header((undamaged / SINGLE_FILE).read_bytes())
     texts = {name: json.dumps(entry) for name, entry in header.items()}
     name = data.draw(st.sampled_from(sorted(header)))
     match data.draw(st.sampled_from(["field", "entry", "rename", "remove"])):
@@ -98,17 +99,17 @@ def test_fuzz_changed_headers(
             del texts[name]
     text = "{" + ",".join(f"{json.dumps(k)}:{v}" for k, v in texts.items()) + "}"
     (folder / SINGLE_FILE).write_bytes(_with_header(text.encode("utf-8", "replace"), tail))
-    _check(folder)
+    _assert_readable_if_accepted(folder)
 
 
 @fuzzed(150)
 @given(st.data())
 def test_fuzz_changed_indexes(
-    whole: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    undamaged: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    folder = _scratch(whole, tmp_path_factory)
-    shutil.copy(whole / SINGLE_FILE, folder)
-    header, _ = _header((whole / SINGLE_FILE).read_bytes())
+    folder = _scratch(undamaged, tmp_path_factory)
+    shutil.copy(undamaged / SINGLE_FILE, folder)
+    header, _ = _header((undamaged / SINGLE_FILE).read_bytes())
     texts = dict.fromkeys(header, json.dumps(SINGLE_FILE))
     name = data.draw(st.sampled_from(sorted(texts)))
     texts[name] = data.draw(
@@ -123,15 +124,15 @@ def test_fuzz_changed_indexes(
         | json_texts
     )
     (folder / INDEX_FILE).write_text(index, "utf-8", "surrogatepass")
-    _check(folder)
+    _assert_readable_if_accepted(folder)
 
 
-def _scratch(whole: Path, factory: pytest.TempPathFactory) -> Path:
-    """A directory that examples share: config.json and nothing else."""
+def _scratch(undamaged: Path, factory: pytest.TempPathFactory) -> Path:
+    """Return an emptied directory, shared by all examples, that contains only config.json."""
     folder = factory.getbasetemp() / "scratch"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    shutil.copy(whole / "config.json", folder)
+    shutil.copy(undamaged / "config.json", folder)
     return folder
 
 
@@ -159,7 +160,7 @@ Change = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
         ),
     ],
 )
-def test_tensors_that_do_not_fit_the_config_are_named(
+def test_check_weights_names_tensors_that_do_not_fit_the_config(
     folder: Path, change: Change, sentence: str
 ) -> None:
     save_file(change(load_file(folder / SINGLE_FILE)), folder / SINGLE_FILE)
@@ -170,8 +171,9 @@ def test_tensors_that_do_not_fit_the_config_are_named(
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def _tied(folder: Path, head: torch.Tensor, dtype: torch.dtype) -> None:
-    """Tie the head of the model by its config, and write a head all the same, in another file."""
+def _write_tied_with_head(folder: Path, head: torch.Tensor, dtype: torch.dtype) -> None:
+    """Tie the model's head to its embedding in config.json, and nevertheless write `head` to a
+    separate file."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     tensors = {name: t.to(dtype) for name, t in load_file(folder / SINGLE_FILE).items()}
@@ -199,7 +201,7 @@ def test_head_is_refused_when_it_differs_from_its_tied_embedding(
     folder = write_model(tmp_path / "model", family)
     head = load_file(folder / SINGLE_FILE)[EMBEDDING].to(dtype)
     head.view(-1)[change[0]] = change[1]
-    _tied(folder, head, dtype)
+    _write_tied_with_head(folder, head, dtype)
     sentence = f"{HEAD} differs from {EMBEDDING}, and .* has tie_word_embeddings true"
     with pytest.raises(UserError, match=sentence):
         check_weights(folder, read_architecture(folder))
@@ -209,7 +211,7 @@ def test_head_is_refused_when_it_differs_from_its_tied_embedding(
 
 
 def test_head_is_refused_when_its_shape_differs_from_its_tied_embedding(folder: Path) -> None:
-    _tied(folder, torch.ones(3, 8), torch.float32)
+    _write_tied_with_head(folder, torch.ones(3, 8), torch.float32)
     with pytest.raises(UserError, match=f"{HEAD} differs from {EMBEDDING}"):
         check_weights(folder, read_architecture(folder))
 
@@ -218,26 +220,26 @@ def test_head_is_refused_when_its_shape_differs_from_its_tied_embedding(folder: 
 def test_head_is_accepted_when_it_equals_its_tied_embedding(
     folder: Path, dtype: torch.dtype
 ) -> None:
-    _tied(folder, load_file(folder / SINGLE_FILE)[EMBEDDING].to(dtype), dtype)
+    _write_tied_with_head(folder, load_file(folder / SINGLE_FILE)[EMBEDDING].to(dtype), dtype)
     check_weights(folder, read_architecture(folder))
 
 
 @pytest.mark.parametrize("kept", [0, 7, 8, 100, -1])
-def test_a_cut_file_is_named(folder: Path, kept: int) -> None:
+def test_check_weights_names_a_truncated_file(folder: Path, kept: int) -> None:
     file = (folder / SINGLE_FILE).read_bytes()
     (folder / SINGLE_FILE).write_bytes(file[:kept])
     with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
         check_weights(folder, read_architecture(folder))
 
 
-def test_shards_of_an_index_are_all_opened(folder: Path) -> None:
+def test_check_weights_opens_every_shard_of_the_index(folder: Path) -> None:
     tensors = load_file(folder / SINGLE_FILE)
     (folder / SINGLE_FILE).unlink()
     names = sorted(tensors)
     files = {f"model-{i}.safetensors": names[i::2] for i in range(2)}
-    for file, held in files.items():
-        save_file({name: tensors[name] for name in held}, folder / file)
-    weight_map = {name: file for file, held in files.items() for name in held}
+    for file, contained in files.items():
+        save_file({name: tensors[name] for name in contained}, folder / file)
+    weight_map = {name: file for file, contained in files.items() for name in contained}
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
     architecture = read_architecture(folder)
     check_weights(folder, architecture)

@@ -1,4 +1,5 @@
-"""Any YAML of settings, any override: a configuration that survives its dump, or one sentence."""
+"""Tests that any YAML file of settings and any override either gives a configuration that can be
+dumped and read again, or is refused with a message of one line."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ from tests.fuzz import accepted, damaged, fuzzed, json_texts
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-def _settings(model: type[Any] = RunConfig, where: str = "") -> list[str]:
-    """Every setting by its dotted name, sections included."""
+def _settings(model: type[Any] = RunConfig, prefix: str = "") -> list[str]:
+    """Return the dotted names of all settings and sections of `model`, each after `prefix`."""
     names = []
     for name, field in model.model_fields.items():
-        names.append(where + name)
+        names.append(prefix + name)
         if hasattr(field.annotation, "model_fields"):
-            names += _settings(field.annotation, f"{where}{name}.")
+            names += _settings(field.annotation, f"{prefix}{name}.")
     return names
 
 
@@ -48,8 +49,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("yaml") / "run.yaml"
 
 
-def _survives(config: RunConfig | None) -> None:
-    """What was accepted can be written to a run directory and read again."""
+def _assert_round_trip(config: RunConfig | None) -> None:
+    """Assert that an accepted configuration can be written to a run directory and read again."""
     if config is not None:
         text = dump(config)
         text.encode()
@@ -58,7 +59,8 @@ def _survives(config: RunConfig | None) -> None:
 
 
 def _nested(name: str, value: str) -> str:
-    """`a.b` and a value's text as YAML of nested mappings in one line."""
+    """Return a dotted setting name and the text of its value as one line of YAML with nested
+    mappings."""
     first, _, rest = name.partition(".")
     return f"{first}: " + (f"{{{_nested(rest, value)}}}" if rest else value)
 
@@ -68,29 +70,29 @@ def _nested(name: str, value: str) -> str:
 def test_fuzz_values_in_a_file(file: Path, values: dict[str, str]) -> None:
     text = "\n".join(_nested(name, value) for name, value in values.items())
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
-    _survives(accepted(lambda: load_config(file)))
+    _assert_round_trip(accepted(lambda: load_config(file)))
 
 
 @fuzzed(100)
 @given(st.lists(st.builds("{}={}".format, _names, _yaml_values) | st.text(max_size=9), max_size=3))
 def test_fuzz_overrides(file: Path, overrides: list[str]) -> None:
     file.write_text("name: x\n")
-    _survives(accepted(lambda: load_config(file, overrides)))
+    _assert_round_trip(accepted(lambda: load_config(file, overrides)))
 
 
 @fuzzed(50)
 @given(st.data())
 def test_fuzz_damaged_bytes(file: Path, data: st.DataObject) -> None:
-    whole = (CONFIGS / "quickstart.yaml").read_bytes()
-    file.write_bytes(data.draw(damaged(whole)))
-    _survives(accepted(lambda: load_config(file)))
+    undamaged = (CONFIGS / "quickstart.yaml").read_bytes()
+    file.write_bytes(data.draw(damaged(undamaged)))
+    _assert_round_trip(accepted(lambda: load_config(file)))
 
 
 @fuzzed(60)
 @given(st.data())
 def test_fuzz_cost_models(file: Path, data: st.DataObject) -> None:
-    whole = next((CONFIGS / "simulate" / "engines").glob("*.yaml")).read_bytes()
-    file.write_bytes(data.draw(damaged(whole)))
+    undamaged = next((CONFIGS / "simulate" / "engines").glob("*.yaml")).read_bytes()
+    file.write_bytes(data.draw(damaged(undamaged)))
     accepted(lambda: read_engine_costs(file))
 
 
@@ -113,14 +115,14 @@ def test_fuzz_cost_models(file: Path, data: st.DataObject) -> None:
         (b"base: [x]\n", r"`base` is \['x'\]; it must name a file"),
     ],
 )
-def test_what_is_no_setting_is_one_sentence(file: Path, content: bytes, sentence: str) -> None:
+def test_load_config_refuses_invalid_yaml_values(file: Path, content: bytes, sentence: str) -> None:
     file.write_bytes(content)
     with pytest.raises(UserError, match=sentence) as caught:
         load_config(file)
     assert str(file) in str(caught.value)
 
 
-def test_merge_keys_and_a_byte_order_mark_are_read(file: Path) -> None:
+def test_load_config_accepts_merge_keys_and_a_byte_order_mark(file: Path) -> None:
     file.write_bytes(
         b"\xef\xbb\xbfsft: {optimizer: &o {lr: 1e-3}}\noptimizer: {<<: *o, eps: 1e-6}\n"
     )

@@ -285,7 +285,7 @@ def refused(groups: int, accepted_at: int = -1) -> bool:
 # test that shows the rule.
 ROWS: dict[str, tuple[Callable[[], bool], Callable[[], bool]] | str] = {
     "the engine's process has ended": (
-        "engines/test_sglang_host.py::test_a_killed_engine_is_noticed_at_once_and_leaves_nothing"
+        "engines/test_sglang_host.py::test_hosted_engine_is_reported_dead_and_leaves_no_process_when_killed"
     ),
     "a connection or stream breaks, and the engine does not reply to two calls": (
         lambda: after_a_break(False, False),
@@ -339,7 +339,7 @@ ROWS: dict[str, tuple[Callable[[], bool], Callable[[], bool]] | str] = {
     ),
     "the engine reports no parameters": (
         "weight_sync/test_transport_failures.py::"
-        "test_an_engine_that_reports_other_parameters_than_the_rest_is_named"
+        "test_connect_names_engine_that_reports_other_parameters_than_the_rest"
     ),
     "the engine generates nothing for `weights.timeout_seconds`": (
         "rollout/test_probe.py::test_sample_fails_when_the_engine_is_silent_or_has_another_version"

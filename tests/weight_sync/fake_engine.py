@@ -1,14 +1,15 @@
-"""A weight receiver in a process of its own that fails on command; speaks SGLang's endpoints.
+"""Provides a fake inference engine that receives weights over SGLang's HTTP endpoints and fails on
+command.
 
     python -m tests.weight_sync.fake_engine MODE
 
-It prints its port, joins the update group as an engine would, and at the first announced bucket
-`dies` (exits), `refuses` (answers 400, receives nothing) or `works` (receives; its checksum is the
-sum of the bytes). `serving` runs one in this process.
+This command runs a fake engine in a separate process and prints its port. MODE decides what the
+engine does with each announced bucket: with `dies` the process exits, with `refuses` it replies
+with status 400 and receives nothing, and with `works` it receives the bucket; its checksum is the
+sum of the received bytes. `serving` runs a fake engine on a thread of the current process.
 
-It is not the server of engines/simulated, which imports no torch, keeps no weights and generates:
-of its endpoints only `health` would serve here. The others receive tensors in calls that block,
-keep them, and fail as a test wants, so that each would be written anew on top of it.
+The server of engines/simulated cannot replace this engine: it imports no torch, stores no weights,
+and would share only the endpoint `health`.
 """
 
 from __future__ import annotations
@@ -36,25 +37,32 @@ from megatron_async.weight_sync.http import EngineAddress
 from megatron_async.weight_sync.prefetch import BucketPrefetcher, next_bytes_of
 from megatron_async.weight_sync.receiver import WeightReceiver
 
-KNOWN = ("x.weight", "y.weight")
+PARAMETERS = ("x.weight", "y.weight")
 
 
 class FakeEngine:
-    def __init__(self, mode: str, known: Iterable[str] = KNOWN) -> None:
+    """The state of a fake engine; each method `do_<endpoint>` handles one endpoint.
+
+    A handler receives the body of the call, and returns the status and the body of the reply.
+    """
+
+    def __init__(self, mode: str, known: Iterable[str] = PARAMETERS) -> None:
         self.mode = mode
         self.known = tuple(known)
         self.calls: list[tuple[str, tuple[str, ...]]] = []
         self.groups: dict[str, Any] = {}
-        self.ahead = BucketPrefetcher()
+        self.prefetcher = BucketPrefetcher()
         self.received: list[int] = []
         self.session = False
-        # A model loads one bucket after the other; so does this.
+        # An engine loads one bucket at a time, so the fake engine does too.
         self.lock = threading.Lock()
-        # What `receive_weights` and `update_weights_from_disk` have brought.
+        # Serves `receive_weights`; the test sets it.
         self.receiver: WeightReceiver | None = None
         self.before_receive: Callable[[], None] = lambda: None
+        # The tensors of all updates so far, by name.
         self.loaded: dict[str, torch.Tensor] = {}
         self.version = ""
+        # A bucket that contains the parameter of this name is refused; empty: none is.
         self.refuses = ""
         self.after_version: Callable[[], object] = lambda: None
 
@@ -62,8 +70,11 @@ class FakeEngine:
         handler = getattr(self, "do_" + path.strip("/").replace("/", "_"), None)
         return (404, {}) if handler is None else handler(body)
 
-    def _versioned(self, body: dict[str, Any]) -> None:
-        """The call that names the version is the last one of an update."""
+    def _set_version(self, body: dict[str, Any]) -> None:
+        """Set the engine's version, and call `after_version`, if the call's body has a version.
+
+        Only the last call of an update has one.
+        """
         if "weight_version" in body:
             self.version = body["weight_version"]
             self.after_version()
@@ -95,7 +106,7 @@ class FakeEngine:
 
     def do_destroy_weights_update_group(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         group = self.groups.pop(body["group_name"], None)
-        if group is not None and self.ahead.forget(body["group_name"]):
+        if group is not None and self.prefetcher.forget(body["group_name"]):
             group.abort()
         return 200, {}
 
@@ -103,7 +114,7 @@ class FakeEngine:
         if self.session:
             return 400, {"message": "a weight-update session is already open"}
         self.session = True
-        for name in self.ahead.clear() & self.groups.keys():
+        for name in self.prefetcher.clear() & self.groups.keys():
             self.groups.pop(name).abort()
         return 200, {}
 
@@ -117,7 +128,7 @@ class FakeEngine:
         if self.mode == "dies":
             os._exit(1)
         if self.mode == "refuses" or self.refuses in body["names"]:
-            return 400, {"message": "no room for these weights"}
+            return 400, {"message": "not enough memory for these weights"}
         self.calls.append((body["group_name"], tuple(body["names"])))
         sizes = [
             torch.Size(shape).numel() * getattr(torch, dtype).itemsize
@@ -130,7 +141,7 @@ class FakeEngine:
         assert next_bytes is not None
         with self.lock:
             try:
-                flat = self.ahead.take(
+                flat = self.prefetcher.take(
                     body["group_name"],
                     sum(sizes),
                     next_bytes,
@@ -140,21 +151,21 @@ class FakeEngine:
             except (RuntimeError, ValueError) as error:
                 return 400, {"message": f"Failed to receive weights: {error}"}
         self.received.append(int(flat.sum()))
-        for name, dtype, shape, part in zip(
+        for name, dtype, shape, data in zip(
             body["names"], body["dtypes"], body["shapes"], flat.split(sizes), strict=True
         ):
-            self.loaded[name] = part.clone().view(getattr(torch, dtype)).view(shape)
-        self._versioned(body)
+            self.loaded[name] = data.clone().view(getattr(torch, dtype)).view(shape)
+        self._set_version(body)
         return 200, {}
 
     def do_update_weights_from_tensor(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         assert body["load_format"] == "flattened_bucket"
         named = named_tensors(pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])))
         if self.refuses in dict(named):
-            return 400, {"message": "no room for these weights"}
+            return 400, {"message": "not enough memory for these weights"}
         self.calls.append(("tensor", tuple(name for name, _ in named)))
         self.loaded.update(named)
-        self._versioned(body)
+        self._set_version(body)
         return 200, {}
 
     def do_receive_weights(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -167,12 +178,12 @@ class FakeEngine:
         self.loaded = {}
         for shard in sorted(Path(body["model_path"]).glob("*.safetensors")):
             self.loaded |= load_file(shard)
-        self._versioned(body)
+        self._set_version(body)
         return 200, {}
 
 
-def server_of(engine: FakeEngine) -> ThreadingHTTPServer:
-    """The engine's endpoints on a free port; not yet serving."""
+def make_server(engine: FakeEngine) -> ThreadingHTTPServer:
+    """Return an HTTP server for the engine's endpoints on a free port, which does not serve yet."""
 
     class Handler(BaseHTTPRequestHandler):
         def _serve(self) -> None:
@@ -188,15 +199,16 @@ def server_of(engine: FakeEngine) -> ThreadingHTTPServer:
         do_GET = do_POST = _serve
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Quiet."""
+            """Log nothing."""
 
     return ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 
 
 @contextmanager
 def serving(engine: FakeEngine, name: str) -> Iterator[EngineAddress]:
-    """The engine on a thread of this process."""
-    server = server_of(engine)
+    """Serve the engine on a thread of this process; yield its address, with `name` as the engine's
+    ID."""
+    server = make_server(engine)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -208,9 +220,9 @@ def serving(engine: FakeEngine, name: str) -> Iterator[EngineAddress]:
 
 
 def main() -> None:
-    server = server_of(FakeEngine(sys.argv[1]))
+    server = make_server(FakeEngine(sys.argv[1]))
     print(server.server_address[1], flush=True)
-    # A test that dies must not leave this behind.
+    # The standard input closes when the test process dies; this process must then end too.
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
     server.serve_forever()
 

@@ -1,4 +1,4 @@
-"""A published version, written without engines."""
+"""Provides `publish`, which writes a version of the weights to a directory without engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_async.weight_sync.version_directory import VersionManifest, Versio
 
 
 def publish(buckets: Iterable[Bucket], version: PolicyVersion, directory: Path) -> Path:
-    """Write a version atomically; returns its directory."""
+    """Write a version atomically below `directory`; return the version's directory."""
     target = VersionWriter(directory, str(version))
     writer = ShardWriter(target, 0)
     try:

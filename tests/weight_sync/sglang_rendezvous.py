@@ -1,9 +1,11 @@
-"""Prints where SGLang's own weight updater connects, and the NCCL variables that it does so with.
+"""Prints in which store SGLang's own weight updater joins a weight group, and which NCCL variables
+are set then.
 
     python -m tests.weight_sync.sglang_rendezvous
 
-A line for each device, from a fork: the imports, ten seconds, are made once. A backend that this
-module registers stands for NCCL or gloo: torch hands it the store in which the ranks connect.
+Prints one line per kind of device. Each line is printed by a forked process, so that SGLang's
+imports, which take ten seconds, are done only once. This module registers a fake backend for torch
+in place of NCCL or gloo; torch passes it the store in which the ranks rendezvous.
 """
 
 from __future__ import annotations
@@ -27,17 +29,17 @@ from megatron_async.weight_sync.transports.distributed import rendezvous_store
 NAME = "megatron-async-0123"
 
 
-class Met(Exception):
-    """The group builder has handed its store over."""
+class StoreReceived(Exception):
+    """Raised by the fake backend once it has received the group's store."""
 
 
-def meet(device: str) -> dict[str, Any]:
+def join_group(device: str) -> dict[str, Any]:
     """Join a weight group for `device` as an engine does.
 
     Returns:
-        For each kind of device, whether the group's store has something under the keys that the
-        sender would use; and `variables`, those of `WEIGHT_GROUP_VARIABLES` that were set while
-        the group was constructed.
+        For each kind of device, whether the engine wrote to the store under the keys that the
+        sender would use for that kind; and `variables`, the values of the variables in
+        `WEIGHT_GROUP_VARIABLES` while the group was constructed.
     """
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
@@ -46,18 +48,18 @@ def meet(device: str) -> dict[str, Any]:
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         store.set("from_engine", "here")
         variables.update({name: os.environ.get(name) for name in WEIGHT_GROUP_VARIABLES})
-        raise Met
+        raise StoreReceived
 
     dist.Backend.register_backend("recording", create, devices=[device])
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     base = dist.HashStore()
-    found = mock.patch(
+    rendezvous = mock.patch(
         "torch.distributed.distributed_c10d.rendezvous", lambda *_a, **_k: iter([(base, 1, 3)])
     )
     engine = SimpleNamespace(tp_rank=0, _model_update_group={})
     joining = WeightUpdater.init_weights_update_group
-    with found:
-        # It reports the exception that ends it here.
+    with rendezvous:
+        # SGLang reports `StoreReceived`, which ends the call here, and does not raise it.
         join(joining, engine, "engine", 1, 1, 3, NAME, backend="recording")
     under = {
         name: rendezvous_store(base, NAME, name).check(["from_engine"]) for name in ("cpu", "cuda")
@@ -71,10 +73,10 @@ def main() -> None:
     for device in ("cpu", "cuda"):
         child = os.fork()
         if child == 0:
-            print(json.dumps({device: meet(device)}), flush=True)
+            print(json.dumps({device: join_group(device)}), flush=True)
             os._exit(0)
         if os.waitpid(child, 0)[1]:
-            sys.exit(f"it failed on {device}, and this is after its traceback")
+            sys.exit(f"joining failed on {device}; the traceback is above")
 
 
 if __name__ == "__main__":

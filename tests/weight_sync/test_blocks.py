@@ -1,4 +1,5 @@
-"""Differences of byte strings: applying one gives exactly what was encoded, or a clear error."""
+"""Tests the encoding of differences (deltas) between byte strings: applying a delta returns exactly
+the encoded bytes, or raises a clear error."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ BLOCKS = st.sampled_from([2, 64, 256])
 
 
 def _pair(length: int, seed: int, share: float) -> tuple[bytes, bytes]:
-    """Two byte strings that differ in about this share of their bytes."""
+    """Return two random byte strings that differ in about the fraction `share` of their bytes."""
     rng = np.random.default_rng(seed)
     base = rng.integers(0, 256, length, dtype=np.uint8)
     changed = base ^ (rng.integers(1, 256, length) * (rng.random(length) < share)).astype(np.uint8)
@@ -25,23 +26,22 @@ def _pair(length: int, seed: int, share: float) -> tuple[bytes, bytes]:
 
 
 @given(LENGTHS, SEEDS, st.sampled_from([0.0, 0.01, 1.0]), BLOCKS)
-def test_applying_a_difference_gives_the_new_bytes(
-    length: int, seed: int, share: float, block: int
-) -> None:
+def test_apply_returns_the_new_bytes(length: int, seed: int, share: float, block: int) -> None:
     base, new = _pair(length, seed, share)
     assert apply(base, encode(base, new, block)) == new
 
 
-def test_a_difference_with_a_huge_size_is_an_error_before_memory_is_taken() -> None:
+def test_apply_raises_before_allocating_when_the_delta_claims_a_huge_size() -> None:
     base, new = _pair(9, 0, 0.1)
     delta = bytearray(encode(base, new, 2))
-    delta[60] ^= 192  # the frame's size of content has eight bytes then, far more than was written
+    # The compressed frame's header now claims a content of far more bytes than the frame contains.
+    delta[60] ^= 192
     with pytest.raises(DeltaError, match="bytes instead of"):
         apply(base, bytes(delta))
 
 
 @given(st.integers(1, 700), SEEDS, BLOCKS, st.data())
-def test_a_damaged_difference_is_an_error_or_harmless(
+def test_apply_raises_or_returns_the_new_bytes_when_the_delta_is_damaged(
     length: int, seed: int, block: int, data: st.DataObject
 ) -> None:
     base, new = _pair(length, seed, 0.1)
@@ -52,7 +52,7 @@ def test_a_damaged_difference_is_an_error_or_harmless(
 
 
 @given(st.integers(1, 700), SEEDS, st.data())
-def test_a_difference_that_is_cut_short_is_an_error(
+def test_apply_raises_when_the_delta_is_truncated(
     length: int, seed: int, data: st.DataObject
 ) -> None:
     base, new = _pair(length, seed, 0.1)
@@ -62,7 +62,7 @@ def test_a_difference_that_is_cut_short_is_an_error(
 
 
 @given(st.integers(1, 700), SEEDS, st.data())
-def test_another_base_is_an_error(length: int, seed: int, data: st.DataObject) -> None:
+def test_apply_raises_when_the_base_differs(length: int, seed: int, data: st.DataObject) -> None:
     base, new = _pair(length, seed, 0.1)
     other = bytearray(base)
     other[data.draw(st.integers(0, length - 1))] ^= data.draw(st.integers(1, 255))
@@ -70,12 +70,12 @@ def test_another_base_is_an_error(length: int, seed: int, data: st.DataObject) -
         apply(bytes(other), encode(base, new))
 
 
-def test_a_difference_for_another_length_is_refused() -> None:
+def test_apply_raises_when_the_base_has_another_length() -> None:
     with pytest.raises(DeltaError, match="is for 4 bytes, the base has 5"):
         apply(b"abcde", encode(b"abcd", b"abce"))
 
 
-def test_only_changed_blocks_are_in_it() -> None:
+def test_encode_stores_only_changed_blocks() -> None:
     base = np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8)
     new = base.copy()
     new[4096 * 7 : 4096 * 9] ^= np.random.default_rng(1).integers(0, 256, 8192, dtype=np.uint8)

@@ -1,4 +1,5 @@
-"""Weights as differences: engines hold exactly the rounded weights, or what they held before."""
+"""Tests the transport `delta`, which sends differences: an engine loads exactly the rounded
+weights, or keeps the weights that it had."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ from megatron_async.weight_sync.receiver import FullVersionNeeded, WeightReceive
 from megatron_async.weight_sync.transports import delta
 from megatron_async.weight_sync.transports.delta import DeltaSender
 from megatron_async.weight_sync.transports.disk import DiskSender
-from tests.weight_sync.fake_engine import KNOWN, FakeEngine, serving
+from tests.weight_sync.fake_engine import PARAMETERS, FakeEngine, serving
 
 Weights = dict[str, torch.Tensor]
 
 
 def weights(seed: int) -> Weights:
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(37, 61, generator=generator) * 0.02 for name in KNOWN}
+    return {name: torch.randn(37, 61, generator=generator) * 0.02 for name in PARAMETERS}
 
 
 def step(before: Weights, seed: int, size: float) -> Weights:
@@ -41,7 +42,7 @@ def step(before: Weights, seed: int, size: float) -> Weights:
 
 
 def bits(tensors: Weights) -> dict[str, bytes]:
-    """What engines must hold: rounded to bfloat16, bit for bit."""
+    """Return the bytes that engines must have loaded: each tensor rounded to bfloat16."""
     return {
         name: tensor.to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
         for name, tensor in tensors.items()
@@ -49,7 +50,7 @@ def bits(tensors: Weights) -> dict[str, bytes]:
 
 
 class World:
-    """A sender and two engines, each with a receiver beside it."""
+    """A sender and two fake engines, each with its own weight receiver."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
@@ -67,14 +68,15 @@ class World:
         stack.callback(self.sender.close)
 
     def restart(self, index: int) -> None:
-        """The engine has lost what it held."""
+        """Restart engine `index`: its loaded weights and the files of its receiver are lost."""
         root = self.folder / f"engine{index}"
         shutil.rmtree(root, ignore_errors=True)
         self.engines[index].receiver = WeightReceiver(root)
         self.engines[index].loaded = {}
 
     def send(self, tensors: Weights, number: int, indices: list[int]) -> int:
-        """Bytes that the engines were sent; one tensor a bucket."""
+        """Send a version to the engines with these indices, one tensor per bucket; return the
+        number of bytes sent."""
         self.sender.connect([self.addresses[index] for index in indices])
         buckets = [[(name, tensor)] for name, tensor in tensors.items()]
         return self.sender.send(buckets, PolicyVersion(0, number)).sent_bytes
@@ -101,7 +103,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("restart"), st.integers(0, 1)),
     st.tuples(
         st.just("damage"),
-        st.sampled_from(["delta", "whole", "held"]),
+        st.sampled_from(["delta", "full", "stored"]),
         st.integers(0, 1 << 20),
         st.integers(1, 255),
     ),
@@ -109,14 +111,16 @@ OPERATIONS = st.one_of(
 
 
 def damage_once(w: World, where: str, position: int, mask: int) -> None:
-    """Before a receiver next reads anything, one byte changes: of what it holds, or is sent.
+    """Change one byte of a file just before a receiver next reads files.
 
-    Not of what the other one holds: that may have been read, and be about to be loaded.
+    The file is part of a published delta, part of a published full version, or a file that the
+    reading receiver has stored. A file of the other receiver is never damaged, because that
+    receiver may have verified the file already and be about to load it.
     """
     roots: dict[str, Callable[[int], list[Path]]] = {
         "delta": lambda _: sorted(w.published.glob("*.delta/*")),
-        "whole": lambda _: sorted(p for p in w.published.glob("*/*") if ".delta" not in str(p)),
-        "held": lambda index: sorted(w.folder.glob(f"engine{index}/*/*.safetensors")),
+        "full": lambda _: sorted(p for p in w.published.glob("*/*") if ".delta" not in str(p)),
+        "stored": lambda index: sorted(w.folder.glob(f"engine{index}/*/*.safetensors")),
     }
 
     def damage(index: int) -> None:
@@ -132,10 +136,11 @@ def damage_once(w: World, where: str, position: int, mask: int) -> None:
 
 @settings(max_examples=40)
 @given(st.lists(OPERATIONS, min_size=1, max_size=8), st.sampled_from([1, 3, 100]))
-def test_whatever_happens_engines_hold_the_rounded_weights_or_what_they_held(
+def test_delta_update_loads_exact_rounded_weights_or_changes_nothing(
     operations: list[tuple], full_every: int
 ) -> None:
-    """Updates of any size, versions that an engine missed, lost engines, damage of any byte."""
+    """The operations are updates of any size, updates that an engine misses, restarts of an engine,
+    and damage to any byte."""
     with world(full_every) as w:
         current, number = weights(0), 0
         w.send(current, number, [0, 1])
@@ -152,15 +157,15 @@ def test_whatever_happens_engines_hold_the_rounded_weights_or_what_they_held(
                     current = step(current, seed, size)
                 case ("again", indices):
                     pass
-            held = [dict(engine.loaded) for engine in w.engines]
+            loaded_before = [dict(engine.loaded) for engine in w.engines]
             try:
                 w.send(current, number, indices)
             except EngineCallError as error:
                 assert any(word in str(error) for word in ("damaged", "manifest", "lack"))
-                for engine, before in zip(w.engines, held, strict=True):
+                for engine, before in zip(w.engines, loaded_before, strict=True):
                     assert engine.loaded.keys() == before.keys()
                     assert all(torch.equal(engine.loaded[name], before[name]) for name in before)
-                w.send(current, number, indices)  # the damage is gone: it is written anew
+                w.send(current, number, indices)  # This update writes the damaged file again.
             for index in indices:
                 loaded = w.engines[index].loaded
                 assert all(tensor.dtype is torch.bfloat16 for tensor in loaded.values())
@@ -168,48 +173,51 @@ def test_whatever_happens_engines_hold_the_rounded_weights_or_what_they_held(
                 assert w.engines[index].version == f"0.{number}"
 
 
-def test_an_update_sends_differences_and_a_late_engine_asks_for_the_whole() -> None:
+def test_delta_sender_sends_full_version_only_to_engine_that_missed_a_version() -> None:
     with world() as w:
         current = weights(0)
         whole = w.send(current, 0, [0, 1])
         current = step(current, 1, 1e-6)
         small = w.send(current, 1, [0])
         assert small < 0.3 * whole
-        # Engine 1 has missed a version: it reads version 2 whole, engine 0 its differences.
+        # Engine 1 missed version 1, so it needs all of version 2; engine 0 needs only the delta.
         assert w.send(step(current, 2, 1e-6), 2, [0, 1]) > 0.9 * whole
         current = step(current, 3, 1e-6)
         assert w.send(current, 3, [0, 1]) < 0.3 * whole
-        assert w.send(current, 3, [0, 1]) == 0, "they hold it already"
+        assert w.send(current, 3, [0, 1]) == 0, "both engines have loaded version 3 already"
         w.restart(1)
         assert w.send(current, 3, [1]) > 0
-        assert len(list((w.folder / "engine0").iterdir())) == 1, "an engine keeps the newest alone"
+        assert len(list((w.folder / "engine0").iterdir())) == 1, (
+            "an engine stores only the newest version"
+        )
 
 
 @pytest.mark.parametrize("transport", [DiskSender, DeltaSender])
 def test_settle_removes_versions_of_earlier_processes(
     transport: type[DiskSender],
 ) -> None:
-    """Two models stay however often the run is resumed; nothing goes before that."""
+    """After each settled update, the two newest versions of the current lineage remain, however
+    often the run is resumed; before that, no version is removed."""
     with world() as w:
         w.published.mkdir()
-        for life in range(3):
+        for lineage in range(3):
             w.sender.close()
             w.sender = transport(w.sender.settings, EngineConfig(), w.published)  # type: ignore[assignment]
             (w.published / ".0.9.partial").mkdir()
             for number in range(3):
-                others = {p.name for p in w.published.iterdir() if p.name[:2] != f"{life}."}
+                earlier = {p.name for p in w.published.iterdir() if p.name[:2] != f"{lineage}."}
                 w.sender.connect(w.addresses)
                 buckets = [[pair] for pair in step(weights(0), number, 1e-6).items()]
-                w.sender.send(buckets, PolicyVersion(life, number))
-                assert others <= {path.name for path in w.published.iterdir()}
+                w.sender.send(buckets, PolicyVersion(lineage, number))
+                assert earlier <= {path.name for path in w.published.iterdir()}
                 w.sender.settle()
-                stay = {f"{life}.{n}" for n in range(max(0, number - 1), number + 1)}
-                left = {path.name for path in w.published.iterdir()}
-                assert {name for name in left if not name.endswith(".delta")} == stay
-                assert {name.removesuffix(".delta") for name in left} == stay
+                expected = {f"{lineage}.{n}" for n in range(max(0, number - 1), number + 1)}
+                names = {path.name for path in w.published.iterdir()}
+                assert {name for name in names if not name.endswith(".delta")} == expected
+                assert {name.removesuffix(".delta") for name in names} == expected
 
 
-def test_every_so_many_versions_one_is_read_whole() -> None:
+def test_delta_sender_sends_a_full_version_every_full_every_versions() -> None:
     with world(full_every=3) as w:
         current, sent = weights(0), []
         for number in range(7):
@@ -219,7 +227,7 @@ def test_every_so_many_versions_one_is_read_whole() -> None:
         assert [size > 0.9 * largest for size in sent] == [n % 3 == 0 for n in range(7)]
 
 
-def test_scales_of_quantized_weights_are_not_rounded() -> None:
+def test_rounded_leaves_scales_and_integers_unchanged() -> None:
     from megatron_async.weight_sync.transports.delta import rounded
 
     scale = torch.full((2, 2), 1 / 3)
@@ -228,8 +236,8 @@ def test_scales_of_quantized_weights_are_not_rounded() -> None:
     assert kinds == [torch.float32, torch.bfloat16, torch.int64]
 
 
-def test_a_receiver_reports_what_it_misses(tmp_path: Path) -> None:
-    receiver = WeightReceiver(tmp_path / "held")
+def test_weight_receiver_raises_when_the_published_version_is_missing(tmp_path: Path) -> None:
+    receiver = WeightReceiver(tmp_path / "stored")
     with pytest.raises(FullVersionNeeded, match="no readable manifest"):
         receiver.receive(tmp_path / "published", "0.1", full=False)
     with pytest.raises(ComponentFailure, match="no readable manifest"):

@@ -1,4 +1,4 @@
-"""One bucket is received while the one before it is loaded (`weight_sync/prefetch.py`)."""
+"""Tests `BucketPrefetcher`, which receives a bucket while an engine loads the bucket before it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from megatron_async.weight_sync.prefetch import BucketPrefetcher
 
 @dataclass
 class Link:
-    """A sender's broadcasts in order; bytes arrive when they are waited for, or by `arrive`."""
+    """A sender's broadcasts in order; a bucket's bytes arrive when its receive is waited for, or
+    when `arrive` is called."""
 
     buckets: list[Tensor]
     posted: list[tuple[int, Tensor]] = field(default_factory=list)
@@ -46,9 +47,9 @@ class Work:
         self.link.arrive(self.count)
 
 
-def take(ahead: BucketPrefetcher, link: Link, number: int, group: str = "g") -> Tensor:
+def take(prefetcher: BucketPrefetcher, link: Link, number: int, group: str = "g") -> Tensor:
     sizes = [bucket.nbytes for bucket in [*link.buckets, torch.empty(0, dtype=torch.uint8)]]
-    return ahead.take(group, sizes[number], sizes[number + 1], link.start, "cpu")
+    return prefetcher.take(group, sizes[number], sizes[number + 1], link.start, "cpu")
 
 
 def buckets_of(sizes: list[int]) -> list[Tensor]:
@@ -56,48 +57,51 @@ def buckets_of(sizes: list[int]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_the_buffers_take_what_is_counted_on_an_engines_gpu(stages: int) -> None:
-    """Embedding and head are buckets of their own, larger than the others, as in a model of 70B."""
+def test_prefetch_buffers_use_the_bytes_that_update_bytes_estimates(stages: int) -> None:
+    """Embedding and head are each sent as a separate bucket, larger than all other buckets, as in a
+    model with 70 billion parameters."""
     shape = ModelShape(16, 2, 2, 2, 8, 32, 64, tied=False)
     head, size = 2 * shape.head_parameters, 512
     layers = [("layer", torch.empty(128, dtype=torch.bfloat16)) for _ in range(20)]
-    whole = ("head", torch.empty(head // 2, dtype=torch.bfloat16))
-    sent = [[whole, *layers, whole]] if stages == 1 else [[whole, *layers], [*layers, whole]]
-    most = 0
+    large = ("head", torch.empty(head // 2, dtype=torch.bfloat16))
+    sent = [[large, *layers, large]] if stages == 1 else [[large, *layers], [*layers, large]]
+    largest = 0
     for tensors in sent:
-        sizes = [sum(tensor.nbytes for _, tensor in part) for part in buckets(tensors, size)]
-        ahead, link = BucketPrefetcher(), Link(buckets_of(sizes))
+        sizes = [sum(tensor.nbytes for _, tensor in bucket) for bucket in buckets(tensors, size)]
+        prefetcher, link = BucketPrefetcher(), Link(buckets_of(sizes))
         for number in range(len(sizes)):
-            take(ahead, link, number)
-            if (arrival := ahead._arriving.get("g")) is not None:
-                most = max(most, arrival.buffer.nbytes + arrival.other.nbytes)
+            take(prefetcher, link, number)
+            if (arrival := prefetcher._arriving.get("g")) is not None:
+                largest = max(largest, arrival.buffer.nbytes + arrival.other.nbytes)
     groups = stages * COMMUNICATOR_BYTES
-    assert head > size and most == update_bytes(shape, size, stages) - groups
+    assert head > size and largest == update_bytes(shape, size, stages) - groups
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=12))
-def test_buckets_come_whole_and_in_order_whatever_arrives_early(sizes: list[int]) -> None:
-    ahead, link = BucketPrefetcher(), Link(buckets_of(sizes))
+def test_prefetcher_returns_complete_buckets_in_order_when_the_next_arrives_early(
+    sizes: list[int],
+) -> None:
+    prefetcher, link = BucketPrefetcher(), Link(buckets_of(sizes))
     for number, bucket in enumerate(link.buckets):
-        got = take(ahead, link, number)
+        got = take(prefetcher, link, number)
         assert len(link.posted) == min(number + 2, len(sizes))
-        link.arrive(len(link.posted))  # the next one, while this one is being loaded
+        link.arrive(len(link.posted))  # The next bucket arrives while this one is loaded.
         assert torch.equal(got, bucket)
 
 
-def test_a_bucket_that_is_not_as_large_as_announced_is_an_error() -> None:
-    ahead, link = BucketPrefetcher(), Link(buckets_of([4, 4]))
-    take(ahead, link, 0)
+def test_prefetcher_raises_when_a_bucket_has_another_size_than_announced() -> None:
+    prefetcher, link = BucketPrefetcher(), Link(buckets_of([4, 4]))
+    take(prefetcher, link, 0)
     with pytest.raises(
         ValueError, match="a bucket of 4 bytes was announced for g, but it has 5 bytes"
     ):
-        ahead.take("g", 5, 0, link.start, "cpu")
+        prefetcher.take("g", 5, 0, link.start, "cpu")
 
 
-def test_what_a_dead_sender_left_is_forgotten_when_an_update_begins() -> None:
-    ahead, link = BucketPrefetcher(), Link(buckets_of([4, 4]))
-    take(ahead, link, 0)
-    assert ahead.forget("g") and not ahead.forget("g")
-    take(ahead, Link(buckets_of([4, 4])), 0, "another")
-    assert ahead.clear() == {"another"}
-    assert not ahead.forget("another") and not ahead.clear()
+def test_prefetcher_forgets_receives_of_a_dead_sender_when_an_update_starts() -> None:
+    prefetcher, link = BucketPrefetcher(), Link(buckets_of([4, 4]))
+    take(prefetcher, link, 0)
+    assert prefetcher.forget("g") and not prefetcher.forget("g")
+    take(prefetcher, Link(buckets_of([4, 4])), 0, "another")
+    assert prefetcher.clear() == {"another"}
+    assert not prefetcher.forget("another") and not prefetcher.clear()

@@ -1,4 +1,5 @@
-"""Names, buckets, double buffering and published directories: what needs no engine."""
+"""Tests the parts of weight updates that need no engine: parameter names, flat buckets, the
+background stage and published directories."""
 
 from __future__ import annotations
 
@@ -42,17 +43,19 @@ VERSION = PolicyVersion(2, 9)
         ),
     ],
 )
-def test_a_hugging_face_name_belongs_to_a_fused_parameter(name: str, parameter: str) -> None:
+def test_engine_parameter_maps_hugging_face_names_to_fused_parameters(
+    name: str, parameter: str
+) -> None:
     assert engine_parameter(name) == parameter
 
 
-def test_scales_that_the_engine_makes_itself_need_not_be_sent() -> None:
+def test_name_check_passes_when_scales_computed_by_the_engine_are_not_sent() -> None:
     check = NameCheck(frozenset({"a.weight", "a.input_scale", "a.weight_scale_inv_deepgemm"}))
     check.add(["a.weight"])
     check.finish()
 
 
-def test_flattening_keeps_every_tensor_aligned_and_bit_for_bit() -> None:
+def test_flatten_keeps_every_tensor_aligned_and_bit_identical() -> None:
     generator = torch.Generator().manual_seed(0)
     bucket = [
         ("half", torch.randn(3, generator=generator).to(torch.bfloat16)),
@@ -73,17 +76,17 @@ def test_flattening_keeps_every_tensor_aligned_and_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda", "cpu"])
-def test_a_trainer_on_gpus_sends_to_engines_on_cpus_from_its_host(
+def test_sending_device_is_cpu_when_engines_run_on_cpus(
     monkeypatch: pytest.MonkeyPatch, device: Any
 ) -> None:
-    """It is asked for gloo then, not for NCCL, and for values, not for IPC handles."""
+    """A trainer on GPUs then uses gloo instead of NCCL, and sends values instead of IPC handles."""
     engines = EngineConfig(device=device)
     assert sending_device(engines).type == "cpu", "no GPU here"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert sending_device(engines).type == ("cpu" if device == "cpu" else "cuda")
 
 
-def test_a_bucket_is_serialized_as_one_tensor() -> None:
+def test_serialize_writes_a_bucket_as_one_tensor() -> None:
     bucket = [("half", torch.randn(3).bfloat16()), ("single", torch.randn(2, 3))]
     flat = flat_copy(bucket, by_value=True)
     assert flat.bytes_N.untyped_storage().nbytes() == 3 * 2 + 6 * 4
@@ -92,7 +95,7 @@ def test_a_bucket_is_serialized_as_one_tensor() -> None:
     assert all(torch.equal(dict(named)[name], tensor) for name, tensor in bucket)
 
 
-def test_a_published_version_is_complete_checked_and_atomic(tmp_path: Path) -> None:
+def test_published_version_is_complete_and_damage_is_detected(tmp_path: Path) -> None:
     buckets = [[("a", torch.randn(4, 4))], [("b", torch.randn(3).to(torch.bfloat16))]]
     path = publish(buckets, VERSION, tmp_path)
     assert path.name == "2.9" and list(tmp_path.iterdir()) == [path]
@@ -115,18 +118,19 @@ def test_a_published_version_is_complete_checked_and_atomic(tmp_path: Path) -> N
         read_manifest(path)
 
 
-def test_a_failed_publication_leaves_nothing(tmp_path: Path) -> None:
-    def broken() -> object:
+def test_publish_leaves_no_files_when_writing_fails(tmp_path: Path) -> None:
+    def failing_buckets() -> object:
         yield [("a", torch.zeros(4))]
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        publish(broken(), VERSION, tmp_path)  # type: ignore[arg-type]
+        publish(failing_buckets(), VERSION, tmp_path)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_next_item_is_made_while_one_is_in_work() -> None:
-    """Without overlap this would not end: the work of 0 waits until item 1 is made."""
+def test_background_stage_processes_an_item_while_the_caller_makes_the_next() -> None:
+    """Without overlap the test would time out, because the processing of item 0 waits until item 1
+    is made."""
     made = threading.Event()
     seen: list[int] = []
 
@@ -135,25 +139,25 @@ def test_the_next_item_is_made_while_one_is_in_work() -> None:
             assert made.wait(10)
         seen.append(item)
 
-    with BackgroundStage[int](work) as ahead:
-        ahead.put(0)
-        made.set()  # item 1 exists now
-        ahead.put(1)
-        ahead.put(2)
+    with BackgroundStage[int](work) as stage:
+        stage.put(0)
+        made.set()  # Item 1 is made while item 0 is being processed.
+        stage.put(1)
+        stage.put(2)
     assert seen == [0, 1, 2]
 
 
-def test_an_error_of_the_last_item_is_raised_at_the_end() -> None:
+def test_background_stage_raises_the_last_items_error_when_it_exits() -> None:
     def work(item: int) -> None:
         if item == 2:
-            raise ArithmeticError("no room")
+            raise ArithmeticError("out of memory")
 
-    with pytest.raises(ArithmeticError, match="no room"), BackgroundStage[int](work) as ahead:
+    with pytest.raises(ArithmeticError, match="out of memory"), BackgroundStage[int](work) as stage:
         for item in range(3):
-            ahead.put(item)
+            stage.put(item)
 
 
-def test_the_callers_own_error_is_not_hidden() -> None:
-    with pytest.raises(KeyError), BackgroundStage[int](lambda item: 1 // item and None) as ahead:
-        ahead.put(0)
+def test_background_stage_raises_the_callers_own_error_when_both_fail() -> None:
+    with pytest.raises(KeyError), BackgroundStage[int](lambda item: 1 // item and None) as stage:
+        stage.put(0)
         raise KeyError("gathering failed")

@@ -1,4 +1,5 @@
-"""fp8 weights against a float64 reference with a table of every fp8 number."""
+"""Tests the quantization of weights to fp8 against a float64 reference with a table of all fp8
+numbers."""
 
 from __future__ import annotations
 
@@ -37,14 +38,15 @@ Float64 = NDArray[np.float64]
 
 
 def dequantize(quantized_RC: torch.Tensor, scale_rc: torch.Tensor) -> torch.Tensor:
-    """The weights that the engine computes with, float32 [R, C]."""
+    """Return the float32 [R, C] weights with which the engine computes."""
     rows, columns = quantized_RC.shape
     scale_RC = scale_rc.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :columns]
     return quantized_RC.to(torch.float32) * scale_RC
 
 
 def fp8_numbers() -> Float64:
-    """All finite values of e4m3fn, from the format: sign, 4 bits of exponent (bias 7), 3 bits."""
+    """Return all finite values of e4m3fn in ascending order, computed from the format: a sign bit,
+    4 exponent bits (bias 7) and 3 mantissa bits."""
     values = []
     for exponent in range(16):
         for mantissa in range(8):
@@ -61,20 +63,25 @@ NUMBERS = fp8_numbers()
 
 
 def reference(weight_RC: Float64) -> tuple[Float64, Float64, Float64]:
-    """Nearest fp8 number to weight / scale, the scales, and how far a tie is (0: a tie)."""
+    """Quantize weights in float64.
+
+    Returns:
+        The fp8 number nearest to each weight / scale, the scale of each block, and the distance of
+        each weight from a tie between two fp8 numbers (0: a tie; 1: the weight is an fp8 number).
+    """
     rows, columns = weight_RC.shape
     quantized_RC, margin_RC = np.zeros_like(weight_RC), np.ones_like(weight_RC)
     scale_rc = np.ones((-(-rows // BLOCK), -(-columns // BLOCK)))
     for r, c in np.ndindex(*scale_rc.shape):
-        part = (slice(r * BLOCK, (r + 1) * BLOCK), slice(c * BLOCK, (c + 1) * BLOCK))
-        block = weight_RC[part]
+        slices = (slice(r * BLOCK, (r + 1) * BLOCK), slice(c * BLOCK, (c + 1) * BLOCK))
+        block = weight_RC[slices]
         if np.abs(block).max() > 0:
             scale_rc[r, c] = np.abs(block).max() / NUMBERS[-1]
-        wanted = block / scale_rc[r, c]
-        above = np.clip(np.searchsorted(NUMBERS, wanted), 1, len(NUMBERS) - 1)
+        scaled = block / scale_rc[r, c]
+        above = np.clip(np.searchsorted(NUMBERS, scaled), 1, len(NUMBERS) - 1)
         low, high = NUMBERS[above - 1], NUMBERS[above]
-        quantized_RC[part] = np.where(wanted - low <= high - wanted, low, high)
-        margin_RC[part] = np.abs((wanted - low) - (high - wanted)) / (high - low)
+        quantized_RC[slices] = np.where(scaled - low <= high - scaled, low, high)
+        margin_RC[slices] = np.abs((scaled - low) - (high - scaled)) / (high - low)
     return quantized_RC, scale_rc, margin_RC
 
 
@@ -86,7 +93,7 @@ def reference(weight_RC: Float64) -> tuple[Float64, Float64, Float64]:
     st.sampled_from([1e-8, 0.02, 1e4]),
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_every_number_is_the_nearest_one(
+def test_quantize_rounds_every_weight_to_the_nearest_fp8_number(
     rows: int, columns: int, seed: int, size: float, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -95,35 +102,36 @@ def test_every_number_is_the_nearest_one(
     assert quantized.dtype is torch.float8_e4m3fn and quantized.shape == weight.shape
     expected, expected_scale, margin = reference(weight.double().numpy())
     np.testing.assert_allclose(scale.double().numpy(), expected_scale, rtol=2e-7)
-    clear = margin > 1e-4  # Elsewhere the float32 division may fall on the other side.
+    # Closer to a tie, the rounding of the float32 division may decide which number is the nearest.
+    clear = margin > 1e-4
     got = quantized.double().numpy()
     assert (got[clear] == expected[clear]).all()
-    # bfloat16 has so few numbers that several per cent lie half-way between two.
-    most = 0.95 if dtype is torch.float32 else 0.8
-    assert weight.numel() < 1000 or clear.mean() > most
+    # bfloat16 has so few numbers that several percent of the weights are ties.
+    least_clear = 0.95 if dtype is torch.float32 else 0.8
+    assert weight.numel() < 1000 or clear.mean() > least_clear
     error = np.abs(dequantize(quantized, scale).double().numpy() - weight.double().numpy())
     per_weight = np.repeat(np.repeat(expected_scale, BLOCK, 0), BLOCK, 1)[:rows, :columns]
     bound = np.maximum(np.abs(weight.double().numpy()) / 16, per_weight / 1024)
     assert (error <= bound * (1 + 1e-5)).all()
 
 
-def test_the_largest_weight_of_a_block_is_the_largest_number() -> None:
+def test_quantize_maps_largest_weight_of_a_block_to_largest_fp8_number() -> None:
     weight = torch.zeros(256, 256)
     weight[3, 200], weight[130, 5] = -0.7, 0.1
     quantized, scale = quantize(weight)
     assert quantized[3, 200].item() == -448 and quantized[130, 5].item() == 448
-    assert scale[0, 0] == 1 and scale[1, 1] == 1, "a block of zeros"
+    assert scale[0, 0] == 1 and scale[1, 1] == 1, "the scale of a block of zeros is 1"
     assert dequantize(quantized, scale)[3, 200].item() == pytest.approx(-0.7, rel=1e-6)
 
 
-def test_a_weight_that_is_not_finite_is_named() -> None:
+def test_quantized_tensors_names_the_tensor_when_a_weight_is_not_finite() -> None:
     weight = torch.ones(2, 2)
     weight[0, 1] = float("inf")
     with pytest.raises(ComponentFailure, match=r"x\.weight has weights that are not finite"):
         list(quantized_tensors(iter([("x.weight", weight)]), frozenset({"x.weight"})))
 
 
-def _model(folder: Path, **changes: Any) -> Path:
+def _write_model(folder: Path, **changes: Any) -> Path:
     config = {
         "model_type": "qwen3_moe",
         "vocab_size": 128,
@@ -145,8 +153,8 @@ def _model(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def test_linear_layers_are_quantized_and_nothing_else(tmp_path: Path) -> None:
-    architecture = read_architecture(_model(tmp_path))
+def test_quantized_names_contains_only_linear_layers(tmp_path: Path) -> None:
+    architecture = read_architecture(_write_model(tmp_path))
     names = quantized_names(architecture)
     assert "model.layers.1.self_attn.k_proj.weight" in names
     assert "model.layers.0.mlp.experts.3.down_proj.weight" in names
@@ -169,8 +177,8 @@ def test_linear_layers_are_quantized_and_nothing_else(tmp_path: Path) -> None:
     ]
 
 
-def test_what_engines_cannot_hold_is_one_sentence(tmp_path: Path) -> None:
-    architecture = read_architecture(_model(tmp_path))
+def test_check_fp8_refuses_cpu_engines_and_layouts_that_split_a_block(tmp_path: Path) -> None:
+    architecture = read_architecture(_write_model(tmp_path))
     with pytest.raises(UserError, match=r"engines\.quantization is fp8 and engines\.device is cpu"):
         check_fp8(architecture, EngineConfig(quantization="fp8"), "cpu")
     check_fp8(architecture, EngineConfig(quantization="fp8"), "cuda")
@@ -178,8 +186,8 @@ def test_what_engines_cannot_hold_is_one_sentence(tmp_path: Path) -> None:
         check_fp8(architecture, EngineConfig(quantization="fp8", tensor=2), "cuda")
 
 
-def test_an_fp8_engine_starts_without_weights_and_gets_the_form(tmp_path: Path) -> None:
-    model = _model(tmp_path)
+def test_server_command_of_fp8_engine_has_dummy_weights_and_fp8_config(tmp_path: Path) -> None:
+    model = _write_model(tmp_path)
     engines = EngineConfig(quantization="fp8", device="cuda")
     command = server_command(engines, model, 1, "cuda")
     assert command[command.index("--load-format") + 1] == "dummy"
@@ -191,11 +199,12 @@ def test_an_fp8_engine_starts_without_weights_and_gets_the_form(tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.one_core
-def test_scales_are_accepted_when_sglang_lists_its_checksums(tmp_path: Path) -> None:
-    """Run SGLang's own list in a child process: its stand-ins must not reach other tests."""
+def test_name_check_accepts_scales_that_sglangs_checksums_do_not_list(tmp_path: Path) -> None:
+    """SGLang's function that lists checksums runs in a child process, so that its stand-ins do not
+    affect other tests."""
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("SGLang is not installed")
-    architecture = read_architecture(_model(tmp_path))
+    architecture = read_architecture(_write_model(tmp_path))
     experts = range(architecture.experts.num if architecture.experts else 1)
     names = [
         name
@@ -241,10 +250,10 @@ def print_names() -> None:
 
 
 def _sglang_model(names: Iterable[tuple[str, bool]]) -> torch.nn.Module:
-    """Return modules whose fp8 parameters SGLang's own quantization methods have created."""
+    """Return modules whose fp8 parameters were created by SGLang's own quantization methods."""
     from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
 
-    form = Fp8Config(
+    fp8_config = Fp8Config(
         is_checkpoint_fp8_serialized=True,
         activation_scheme="dynamic",
         weight_block_size=[BLOCK, BLOCK],
@@ -253,7 +262,7 @@ def _sglang_model(names: Iterable[tuple[str, bool]]) -> torch.nn.Module:
 
     def linear() -> torch.nn.Module:
         module: Any = torch.nn.Module()
-        module.quant_method = Fp8LinearMethod(form)
+        module.quant_method = Fp8LinearMethod(fp8_config)
         module.quant_method.create_weights(
             module, BLOCK, [BLOCK], BLOCK, BLOCK, skip_block_quant_check=True, **common
         )
@@ -262,7 +271,7 @@ def _sglang_model(names: Iterable[tuple[str, bool]]) -> torch.nn.Module:
     def experts() -> torch.nn.Module:
         module: Any = torch.nn.Module()
         module.moe_tp_size, module.moe_runner_config = 1, SimpleNamespace(is_gated=True)
-        module.quant_method = Fp8MoEMethod(form)
+        module.quant_method = Fp8MoEMethod(fp8_config)
         module.quant_method.create_weights(module, 4, BLOCK, BLOCK, with_bias=False, **common)
         return module
 

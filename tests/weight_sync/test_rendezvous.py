@@ -1,4 +1,5 @@
-"""The sender and SGLang's engines construct the weight group alike, on CPU and on CUDA."""
+"""Tests that the sender and SGLang's engines construct the weight group in the same way, on CPU and
+on CUDA."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from megatron_async.weight_sync.nccl_errors import WEIGHT_GROUP_VARIABLES
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, dict[str, object]]:
+def observed() -> dict[str, dict[str, object]]:
     """Return the output of `sglang_rendezvous` for each kind of device."""
     pytest.importorskip("sglang")
     done = subprocess.run(
@@ -31,8 +32,8 @@ def seen() -> dict[str, dict[str, object]]:
 @pytest.mark.slow
 @pytest.mark.one_core
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_sglang_joins_where_the_sender_waits_without_a_watchdog(
-    device: str, seen: dict[str, dict[str, object]]
+def test_sglang_joins_in_the_senders_store_and_without_an_nccl_watchdog(
+    device: str, observed: dict[str, dict[str, object]]
 ) -> None:
     keys = {"cpu": device == "cpu", "cuda": device == "cuda"}
-    assert seen[device] == {**keys, "variables": WEIGHT_GROUP_VARIABLES}
+    assert observed[device] == {**keys, "variables": WEIGHT_GROUP_VARIABLES}

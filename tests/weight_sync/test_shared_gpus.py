@@ -1,8 +1,9 @@
-"""Engines on the GPUs of trainer ranks: who gives weights to whom, and that all of them arrive.
+"""Tests engines on the GPUs of trainer ranks: which rank sends weights to which engine, and that
+all weights arrive.
 
-There is no GPU here. A stand-in for a CUDA handle goes through the same code: a block of shared
-memory that is there as long as the tensor it stands for, and that only the tensor rank on the
-giver's own GPU may open.
+The tests need no GPU. A stand-in for a CUDA handle goes through the same code: a block of shared
+memory that exists as long as the tensor which it represents, and that only the tensor rank on the
+sending rank's own GPU may open.
 """
 
 from __future__ import annotations
@@ -38,24 +39,30 @@ from tests.weight_sync.fake_engine import FakeEngine, serving
 
 
 @pytest.mark.parametrize(("count", "tensor"), [(8, 1), (4, 2), (2, 4), (1, 8), (3, 2), (1, 1)])
-def test_every_gpu_of_an_engine_has_one_giver_which_trains_on_it(count: int, tensor: int) -> None:
+def test_every_gpu_of_an_engine_has_one_sender_which_trains_on_that_gpu(
+    count: int, tensor: int
+) -> None:
     visible = [f"GPU-{letter}" for letter in "hgfedcba"]
     used: list[str] = []
     for engine in range(count):
         gpus = gpus_of(engine, tensor, ", ".join(visible))
-        givers = trainer_ranks_of(engine, tensor)
-        assert [visible[giver] for giver in givers] == gpus  # torchrun's rank r is on the r-th
-        assert {engine_on(giver, count, tensor) for giver in givers} == {engine}
+        sender_ranks = trainer_ranks_of(engine, tensor)
+        assert [
+            visible[sender_rank] for sender_rank in sender_ranks
+        ] == gpus  # torchrun's rank r uses the r-th GPU
+        assert {engine_on(sender_rank, count, tensor) for sender_rank in sender_ranks} == {engine}
         used += gpus
     assert len(set(used)) == len(used) == count * tensor
-    assert trainer_ranks_of(0, tensor)[0] == 0, "rank 0 spreads the outcome of all leaders"
+    assert trainer_ranks_of(0, tensor)[0] == 0, (
+        "rank 0 broadcasts the results of the leaders of all engines"
+    )
 
 
-def test_without_a_list_of_visible_gpus_they_are_numbered() -> None:
+def test_gpus_of_returns_numbers_when_no_visible_gpus_are_listed() -> None:
     assert gpus_of(1, 2, None) == gpus_of(1, 2, "") == ["2", "3"]
 
 
-def test_an_engines_server_sees_its_own_gpus_only(
+def test_engine_server_sees_only_its_own_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron_async.engines.sglang import process
@@ -78,25 +85,32 @@ def colocated(ranks: int, **engines: Any) -> dict[str, Any]:
     }
 
 
-def test_engines_beyond_the_trainers_gpus_are_refused() -> None:
+def test_config_refuses_colocated_engines_that_need_more_gpus_than_the_trainer() -> None:
     with pytest.raises(UserError, match=r"engines.count x engines.tensor is 6, parallel.ranks 4"):
         build_config(colocated(4, count=3, tensor=2))
 
 
-# ------------------------------------------------------------ the way of the weights
+# ------------------------------------------------------------ transfer of the weights
 
 
-def _open(name: str, giver: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, Tensor]:
-    """What an engine's unpickler does with a handle; FileNotFoundError once its tensor is gone."""
+def _open(
+    name: str, sender_rank: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[int, Tensor]:
+    """Open a handle as an engine's unpickler does; return the sending rank and the tensor.
+
+    Raises:
+        FileNotFoundError: If the handle's tensor has been deleted.
+    """
     block = SharedMemory(name)
     count = torch.Size(shape).numel()
     tensor = torch.frombuffer(bytearray(block.buf), dtype=dtype, count=count).reshape(shape)
     block.close()
-    return giver, tensor
+    return sender_rank, tensor
 
 
-class Live:
-    """Bytes behind this rank's handles: now, the most there have been, and of one tensor."""
+class LiveBytes:
+    """Counts the bytes behind this rank's handles: the current number, the largest number so far,
+    and the size of the largest tensor."""
 
     now = most = largest = 0
 
@@ -107,44 +121,46 @@ class Live:
         cls.largest = max(cls.largest, change)
 
 
-def _drop(block: SharedMemory, size: int) -> None:
+def _release(block: SharedMemory, size: int) -> None:
     block.close()
     block.unlink()
-    Live.add(-size)
+    LiveBytes.add(-size)
 
 
 def _handle(_pickler: Any, value: Any) -> Any:
-    """In place of `_HandlePickler.reducer_override`: shared memory for CUDA's."""
+    """Replace `_HandlePickler.reducer_override`: pickle a tensor as a block of shared memory
+    instead of a CUDA handle."""
     if not isinstance(value, Tensor):
         return NotImplemented
     data = value.contiguous().view(torch.uint8) if value.dim() else value.reshape(1)
     block = SharedMemory(create=True, size=max(1, value.nbytes))
     block.buf[: value.nbytes] = data.flatten().numpy().tobytes()
-    weakref.finalize(value, _drop, block, value.nbytes)
-    Live.add(value.nbytes)
+    weakref.finalize(value, _release, block, value.nbytes)
+    LiveBytes.add(value.nbytes)
     return _open, (block.name, int(os.environ["RANK"]), tuple(value.shape), value.dtype)
 
 
 class SharingEngine(FakeEngine):
-    """Opens the handle of each tensor rank, and takes the values of the last one."""
+    """A fake engine that opens the handle of every tensor rank, checks its sender, and keeps the
+    values."""
 
     def __init__(self, index: int, tensor: int, known: set[str]) -> None:
         super().__init__("works", known)
-        self.givers = trainer_ranks_of(index, tensor)
+        self.sender_ranks = trainer_ranks_of(index, tensor)
 
     def do_update_weights_from_tensor(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         payloads = [base64.b64decode(text) for text in body["serialized_named_tensors"]]
-        assert len(payloads) == len(self.givers)
-        for giver, payload in zip(self.givers, payloads, strict=True):
+        assert len(payloads) == len(self.sender_ranks)
+        for sender_rank, payload in zip(self.sender_ranks, payloads, strict=True):
             bucket = pickle.loads(payload)
             found, flat = bucket["flattened_tensor"]
-            assert found == giver, "a handle of another GPU"
+            assert found == sender_rank, "the handle belongs to another GPU"
             named = dict(named_tensors({**bucket, "flattened_tensor": flat}))
             if self.refuses in named:
-                return 400, {"message": "no room for these weights"}
+                return 400, {"message": "not enough memory for these weights"}
             self.loaded.update(named)
             self.received.append(flat.nbytes)
-        self._versioned(body)
+        self._set_version(body)
         return 200, {}
 
 
@@ -153,12 +169,14 @@ Plan = tuple[dict[str, Any], int, int, list[str]]
 
 
 def publish(model_dir: Path, plans: list[Plan]) -> list[Any]:
-    """One publication for each (layout, engines, their TP, their addresses)."""
+    """Publish one version for each (layout, number of engines, tensor ranks of each, addresses) of
+    `plans`; return the engines that got each version, or the error message."""
     from megatron_async.weight_sync.publisher import WeightPublisher
     from megatron_async.weight_sync.transports import tensor as transport
 
     transport._HandlePickler.reducer_override = _handle  # type: ignore[method-assign]
-    gc.disable()  # a cycle of references would keep a bucket on the GPU until the collector comes
+    # With the collector off, a reference cycle keeps a bucket's memory, so that the test fails.
+    gc.disable()
     found: list[Any] = []
     for number, (layout, count, tensor, urls) in enumerate(plans):
         changes = colocated(4, count=count, tensor=tensor)
@@ -173,13 +191,15 @@ def publish(model_dir: Path, plans: list[Plan]) -> list[Any]:
             except ComponentFailure as error:
                 found.append(str(error))
             publisher.close()
-    # Three buckets and the one in the making; a tensor above the limit is a bucket of its own.
-    bucket = max(BUCKET_MIB * 2**20, Live.largest)
-    assert Live.most <= 4 * bucket, f"{Live.most} bytes held, buckets of {bucket:.0f}"
+    # Three sent buckets and the bucket being gathered. A tensor above the limit is its own bucket.
+    bucket = max(BUCKET_MIB * 2**20, LiveBytes.largest)
+    assert LiveBytes.most <= 4 * bucket, (
+        f"{LiveBytes.most} bytes in use, with buckets of {bucket:.0f} bytes"
+    )
     return found
 
 
-def engines_for(stack: ExitStack, count: int, tensor: int, known: set[str]) -> list[Any]:
+def start_engines(stack: ExitStack, count: int, tensor: int, known: set[str]) -> list[Any]:
     made = [SharingEngine(index, tensor, known) for index in range(count)]
     return [(engine, stack.enter_context(serving(engine, "")).url) for engine in made]
 
@@ -192,10 +212,11 @@ def model(tmp_path: Path) -> Iterator[tuple[Path, dict[str, Tensor]]]:
 
 
 @pytest.mark.slow
-def test_every_tensor_rank_gets_every_tensor_from_the_rank_on_its_gpu(
+def test_every_tensor_rank_gets_every_tensor_from_the_trainer_rank_on_its_gpu(
     model: tuple[Path, dict[str, Tensor]],
 ) -> None:
-    """Whatever the trainer's layout, in many buckets; an engine that is not there is left out."""
+    """The weights are sent in many buckets, for several layouts of the trainer; an engine without
+    an address is skipped."""
     directory, expected = model
     known = {engine_parameter(name) for name in expected}
     layouts = [
@@ -205,12 +226,12 @@ def test_every_tensor_rank_gets_every_tensor_from_the_rank_on_its_gpu(
         ({}, 1, 4),
     ]
     with ExitStack() as stack:
-        engines = [engines_for(stack, count, tensor, known) for _, count, tensor in layouts]
+        engines = [start_engines(stack, count, tensor, known) for _, count, tensor in layouts]
         plans = [
             (layout, count, tensor, [url for _, url in made])
             for (layout, count, tensor), made in zip(layouts, engines, strict=True)
         ]
-        plans.append((layouts[0][0], 2, 2, ["", engines[0][1][1]]))  # engine 0 is being restarted
+        plans.append((layouts[0][0], 2, 2, ["", engines[0][1][1]]))  # engine 0 is restarting
         results = run_ranks(publish, 4, directory, plans)
     assert all(result == results[0] for result in results)
     assert results[0] == [
@@ -224,19 +245,21 @@ def test_every_tensor_rank_gets_every_tensor_from_the_rank_on_its_gpu(
         for index, (engine, _) in enumerate(made):
             assert engine.loaded.keys() == expected.keys()
             assert all(torch.equal(engine.loaded[name], expected[name]) for name in expected)
-            assert len(engine.received) > 3 * len(engine.givers), "several buckets"
+            assert len(engine.received) > 3 * len(engine.sender_ranks), (
+                "the weights must be sent in several buckets"
+            )
             again = number == 0 and index == 1
             assert engine.version == str(PolicyVersion(0, 4 if again else number))
 
 
 @pytest.mark.slow
-def test_an_engine_that_fails_half_way_does_not_cost_the_others(
+def test_other_engine_gets_all_weights_when_one_fails_during_the_update(
     model: tuple[Path, dict[str, Tensor]],
 ) -> None:
     directory, expected = model
     known = {engine_parameter(name) for name in expected}
     with ExitStack() as stack:
-        made = engines_for(stack, 2, 2, known)
+        made = start_engines(stack, 2, 2, known)
         made[0][0].refuses = sorted(expected)[len(expected) // 2]
         plan = ({"tensor": 2, "pipeline": 2}, 2, 2, [url for _, url in made])
         results = run_ranks(publish, 4, directory, [plan])
@@ -247,13 +270,13 @@ def test_an_engine_that_fails_half_way_does_not_cost_the_others(
 
 
 @pytest.mark.slow
-def test_experts_of_all_expert_ranks_reach_every_engine(tmp_path: Path) -> None:
+def test_every_engine_gets_the_experts_of_all_expert_ranks(tmp_path: Path) -> None:
     directory = tmp_path / "moe"
     save_hf_model("qwen3_moe", directory)
     expected = load_file(directory / "model.safetensors")
     known = {engine_parameter(name) for name in expected}
     with ExitStack() as stack:
-        made = engines_for(stack, 2, 2, known)
+        made = start_engines(stack, 2, 2, known)
         plan = ({"tensor": 2, "expert": 2, "sequence": True}, 2, 2, [url for _, url in made])
         results = run_ranks(publish, 4, directory, [plan])
     assert results == [[["engine0.1", "engine1.1"]]] * 4

@@ -1,4 +1,5 @@
-"""Pipeline stages send their own layers, one after the other; a failure of one stops all alike."""
+"""Tests publishing with several trainer ranks: pipeline stages send their own layers in order, and
+all ranks learn of a failure at any stage."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ DP2 = {"ranks": 2}
 def publish(
     model_dir: Path, folder: Path, plan: list[tuple[dict[str, Any], str]], urls: list[str]
 ) -> list[Any]:
-    """One publication for each (layout, transport); what each returned, or the error."""
+    """Publish one version for each (layout, transport) of `plan`; return the engines that got each
+    version, or the error message."""
     from megatron_async.weight_sync.publisher import WeightPublisher
 
     engines = [EngineAddress(f"engine{i}", url) for i, url in enumerate(urls)]
@@ -65,7 +67,7 @@ def engines(model_dir: Path) -> Iterator[tuple[list[FakeEngine], list[str]]]:
         yield both, [stack.enter_context(serving(engine, "")).url for engine in both]
 
 
-def test_every_layout_and_transport_brings_every_tensor_bit_for_bit(
+def test_every_layout_and_transport_delivers_every_tensor_bit_identically(
     model_dir: Path, tmp_path: Path, engines: tuple[list[FakeEngine], list[str]]
 ) -> None:
     from megatron_async.weight_sync.receiver import WeightReceiver
@@ -74,7 +76,7 @@ def test_every_layout_and_transport_brings_every_tensor_bit_for_bit(
     expected = load_file(model_dir / "model.safetensors")
     expected.pop("lm_head.weight", None)
     for index, engine in enumerate(both):
-        engine.receiver = WeightReceiver(tmp_path / f"held{index}")
+        engine.receiver = WeightReceiver(tmp_path / f"stored{index}")
     loaded: list[dict[str, torch.Tensor]] = []
     plan = [
         (layout, transport)
@@ -100,7 +102,7 @@ def test_every_layout_and_transport_brings_every_tensor_bit_for_bit(
                 assert torch.equal(tensor, wanted), (number, name)
 
 
-def test_each_stage_sends_its_own_layers_over_its_own_group(
+def test_each_pipeline_stage_sends_its_layers_over_its_own_group(
     model_dir: Path, tmp_path: Path, engines: tuple[list[FakeEngine], list[str]]
 ) -> None:
     both, urls = engines
@@ -121,7 +123,7 @@ def test_each_stage_sends_its_own_layers_over_its_own_group(
 
 @pytest.mark.parametrize("transport", ["distributed", "tensor"])
 @pytest.mark.parametrize("refused", ["model.embed_tokens.weight", "model.norm.weight"])
-def test_an_engine_that_fails_at_any_stage_is_left_out_on_all_ranks(
+def test_all_ranks_exclude_an_engine_that_fails_at_any_pipeline_stage(
     model_dir: Path,
     tmp_path: Path,
     engines: tuple[list[FakeEngine], list[str]],

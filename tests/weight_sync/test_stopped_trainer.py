@@ -1,4 +1,5 @@
-"""A trainer that is stopped in the middle of an update finds its limits passed when it goes on."""
+"""Tests that a trainer process which is stopped during an update, for longer than the update's time
+limit, completes the update when it continues."""
 
 from __future__ import annotations
 
@@ -22,26 +23,27 @@ LIMIT_SECONDS = 3.0
 
 
 @pytest.mark.slow
-def test_an_update_goes_on_after_a_stop_that_was_longer_than_its_limit() -> None:
-    """SIGSTOP before the first bucket: the engine has done nothing wrong, and is kept.
+def test_update_continues_after_trainer_was_stopped_longer_than_its_time_limit() -> None:
+    """The trainer gets SIGSTOP before the first bucket; the engine is not at fault, and gets the
+    weights.
 
-    (While a bucket travels it would not do: a broadcast of gloo has a limit of its own by the
-    clock.)
+    The trainer is not stopped during a broadcast, because gloo's broadcasts have a time limit that
+    includes the time in which the process is stopped.
     """
     engine = FakeEngine("works")
-    begin = engine.do_begin_weight_update
+    begin_update = engine.do_begin_weight_update
     stopped: list[float] = []
 
-    def stop_then_begin(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    def stop_trainer_then_begin(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if not stopped:
-            began = time.monotonic()
+            started = time.monotonic()
             os.kill(trainer.pid, signal.SIGSTOP)
             time.sleep(2 * LIMIT_SECONDS)
             os.kill(trainer.pid, signal.SIGCONT)
-            stopped.append(time.monotonic() - began)
-        return begin(body)
+            stopped.append(time.monotonic() - started)
+        return begin_update(body)
 
-    engine.do_begin_weight_update = stop_then_begin  # type: ignore[method-assign]
+    engine.do_begin_weight_update = stop_trainer_then_begin  # type: ignore[method-assign]
     with serving(engine, "engine") as address:
         command = [sys.executable, "-m", "tests.weight_sync.test_stopped_trainer", address.url]
         trainer = subprocess.Popen(
@@ -54,7 +56,7 @@ def test_an_update_goes_on_after_a_stop_that_was_longer_than_its_limit() -> None
 
 
 def send_one_version(url: str, seconds: float) -> None:
-    """The trainer: it publishes to the engine at `url`."""
+    """Publish one version to the engine at `url`; this function runs in the trainer process."""
     settings = WeightsConfig(timeout_seconds=seconds)
     sender = DistributedSender(settings, EngineConfig(), torch.device("cpu"))
     sender.connect([EngineAddress("engine", url)])

@@ -1,4 +1,5 @@
-"""Each transport against a real SGLang server: the engine then holds exactly the weights sent."""
+"""Tests each transport with a real SGLang server: after an update the engine has loaded exactly the
+sent weights."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def _sender(transport: Any, folder: Path) -> WeightSender:
 
 
 def _buckets(engine: EngineUnderTest, model: str) -> list[list[tuple[str, torch.Tensor]]]:
-    """Five tensors a bucket: QKV and gate/up of a layer come in different buckets."""
+    """Return the model's tensors in buckets of five, so that Q, K, V, gate and up of a layer are in
+    different buckets."""
     tensors = engine.tensors(model)
     return [tensors[start : start + 5] for start in range(0, len(tensors), 5)]
 
@@ -60,13 +62,13 @@ def _send(
 ) -> Any:
     engine.post("pause_generation", {"mode": "retract"})
     try:
-        return sender.send((_changed(b, noise) for b in _buckets(engine, model)), version)
+        return sender.send((_with_noise(b, noise) for b in _buckets(engine, model)), version)
     finally:
         engine.post("continue_generation", {"torch_empty_cache": False})
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_checksum_is_that_of_the_same_weights_from_disk(
+def test_transport_gives_the_checksum_of_the_same_weights_loaded_from_disk(
     engine: EngineUnderTest, transport: str, tmp_path: Path
 ) -> None:
     a = engine.checksum()
@@ -83,7 +85,7 @@ def test_the_checksum_is_that_of_the_same_weights_from_disk(
     assert report.tensors == len(engine.tensors("b"))
     assert report.bytes == sum(tensor.nbytes for _, tensor in engine.tensors("b"))
 
-    # And again over the same connection, and over a new one, as after an engine's restart.
+    # Repeat the update over the same connection, and over a new one, as after an engine's restart.
     _send(engine, sender, "a", PolicyVersion(1, 6))
     assert engine.checksum() == a
     sender.disconnect()
@@ -94,7 +96,7 @@ def test_the_checksum_is_that_of_the_same_weights_from_disk(
 
 
 @pytest.mark.parametrize("transport", ["distributed", "tensor"])
-def test_running_requests_go_on_with_the_new_weights_from_the_named_token_on(
+def test_running_requests_use_the_new_weights_from_the_reported_token(
     engine: EngineUnderTest, transport: str, tmp_path: Path
 ) -> None:
     sender = _sender(transport, tmp_path)
@@ -115,20 +117,20 @@ def test_running_requests_go_on_with_the_new_weights_from_the_named_token_on(
         versions = [chunk.version for chunk in chunks for _ in chunk.token_ids]
         ids = [5, 9, index, *(int(t) for chunk in chunks for t in chunk.token_ids)]
         got = np.concatenate([chunk.logprobs for chunk in chunks])
-        old = reference_logprobs(engine.models["a"], ids)[2:]
+        trainer = reference_logprobs(engine.models["a"], ids)[2:]
         new = reference_logprobs(engine.models["b"], ids)[2:]
-        expected = np.where([version == OLD for version in versions], old, new)
+        expected = np.where([version == OLD for version in versions], trainer, new)
         assert np.abs(got - expected).max() < 1e-3
         crossed += len(set(versions)) == 2
-    assert crossed > 0, "the update came too late to test anything"
+    assert crossed > 0, "no response has tokens of both versions: the update came too late"
     sender.close()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_wrong_name_is_an_error_and_the_next_update_mends_it(
+def test_update_with_an_unknown_name_raises_and_the_next_update_succeeds(
     engine: EngineUnderTest, transport: str, tmp_path: Path
 ) -> None:
-    """SGLang itself answers 200 to a name that it does not know."""
+    """SGLang itself replies with status 200 to a name that it does not know."""
     sender = _sender(transport, tmp_path)
     sender.connect([engine.address])
     tensors = engine.tensors("b")
@@ -146,24 +148,26 @@ def test_a_wrong_name_is_an_error_and_the_next_update_mends_it(
 
 
 def _rounded_on_disk(engine: EngineUnderTest, model: str, folder: Path, noise: float) -> str:
-    """Checksum after SGLang has loaded the model, rounded to bfloat16, from disk by itself."""
-    buckets = [_changed(bucket, noise) for bucket in _buckets(engine, model)]
+    """Publish the model, rounded to bfloat16, to disk; return the checksum after SGLang has loaded
+    the files itself."""
+    buckets = [_with_noise(bucket, noise) for bucket in _buckets(engine, model)]
     path = publish((rounded(bucket) for bucket in buckets), OLD, folder / "by-disk")
     engine.post("update_weights_from_disk", {"model_path": str(path), "weight_version": str(OLD)})
     return engine.checksum()
 
 
-def _changed(bucket: list[tuple[str, torch.Tensor]], noise: float) -> Any:
+def _with_noise(bucket: list[tuple[str, torch.Tensor]], noise: float) -> Any:
     if noise == 0.0:
         return bucket
     generator = torch.Generator().manual_seed(7)
     return [(n, t + noise * torch.randn(t.shape, generator=generator)) for n, t in bucket]
 
 
-def test_an_update_that_breaks_off_leaves_the_engine_usable(
+def test_engine_is_usable_after_an_update_that_broke_off(
     engine: EngineUnderTest, tmp_path: Path
 ) -> None:
-    """A bucket was announced to the engine that never comes, and listens for it already."""
+    """The engine has been told of a bucket that is never sent, and has already posted its
+    receive."""
     sender = _sender("distributed", tmp_path)
     sender.connect([engine.address])
     buckets = _buckets(engine, "b")
@@ -173,37 +177,39 @@ def test_an_update_that_breaks_off_leaves_the_engine_usable(
         raise ValueError("a rank died")
 
     engine.post("pause_generation", {"mode": "retract"})
-    began = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(ValueError, match="a rank died"):
         sender.send(breaks_off(), NEW)
     engine.post("continue_generation", {"torch_empty_cache": False})
     sender.connect([engine.address])
     _send(engine, sender, "b", NEW)
-    assert time.monotonic() - began < 10
-    given = engine.checksum()
+    assert time.monotonic() - started < 10
+    updated = engine.checksum()
     sender.close()
     engine.load("b", NEW)
-    assert engine.checksum() == given
+    assert engine.checksum() == updated
 
 
-class Killed(DistributedSender):
-    """Its connections close, and that is all that an engine hears of it."""
+class KilledSender(DistributedSender):
+    """A sender whose process is killed: its connections close, and engines receive no other
+    notice."""
 
     def close(self) -> None:
         assert self._link is not None
-        self.left = self._link.name
+        self.group_name = self._link.name
         self._link.drop()
 
     def _abandon(self) -> None:
         self.close()
 
 
-def test_what_killed_trainers_have_left_is_ended_when_updates_begin(
+def test_engine_ends_groups_of_killed_trainers_when_an_update_starts(
     engine: EngineUnderTest, tmp_path: Path
 ) -> None:
-    """One died between updates, one in the middle: torch then has neither group any more."""
+    """One trainer was killed between updates and one during an update; afterwards torch in the
+    engine must not have the group of either."""
     settings = WeightsConfig(timeout_seconds=30.0)
-    killed = [Killed(settings, SETTINGS, torch.device("cpu")) for _ in range(2)]
+    killed = [KilledSender(settings, SETTINGS, torch.device("cpu")) for _ in range(2)]
     killed[0].connect([engine.address])
     _send(engine, killed[0], "b", NEW)
     killed[0].close()
@@ -211,31 +217,32 @@ def test_what_killed_trainers_have_left_is_ended_when_updates_begin(
     with pytest.raises(ComponentFailure, match="have no parameter for"):
         killed[1].send([*_buckets(engine, "b")[:3], [("nobody", torch.zeros(1))]], NEW)
 
-    def again(sender: Killed) -> dict[str, Any]:
-        """torch refuses a group by a name that it has already."""
+    def create_group(sender: KilledSender) -> dict[str, Any]:
+        """Create a group with the sender's group name on the engine; torch refuses a name that is
+        in use."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 0}
-        body |= {"world_size": 1, "group_name": sender.left, "backend": "gloo"}
+        body |= {"world_size": 1, "group_name": sender.group_name, "backend": "gloo"}
         return engine.post("init_weights_update_group", body)
 
     with pytest.raises(EngineCallError, match="already"):
-        again(killed[0])
+        create_group(killed[0])
     sender = _sender("distributed", tmp_path)
     sender.connect([engine.address])
     for _ in range(2):
         _send(engine, sender, "a", OLD)
-    for old in killed:
-        again(old)
-        engine.post("destroy_weights_update_group", {"group_name": old.left})
+    for trainer in killed:
+        create_group(trainer)
+        engine.post("destroy_weights_update_group", {"group_name": trainer.group_name})
     _send(engine, sender, "b", NEW)
-    given = engine.checksum()
+    updated = engine.checksum()
     sender.close()
     engine.load("b", NEW)
-    assert engine.checksum() == given
+    assert engine.checksum() == updated
 
 
-def test_differences_bring_the_rounded_weights_and_are_small(
+def test_delta_update_is_small_and_gives_the_checksum_of_rounded_weights(
     engine: EngineUnderTest, tmp_path: Path
 ) -> None:
     sender = _sender("delta", tmp_path)

@@ -1,7 +1,5 @@
-"""A broken engine must not hang the trainer: each failure ends in one error within its limit.
-
-An engine that is late or slow but well gets its weights.
-"""
+"""Tests that a broken engine does not block the trainer: each failure ends in one error within its
+time limit. An engine that is only late or slow gets its weights."""
 
 from __future__ import annotations
 
@@ -36,14 +34,14 @@ Start = Callable[[str], EngineAddress]
 
 @pytest.fixture(scope="module")
 def healthy_engines() -> Iterator[list[EngineAddress]]:
-    """Two engines that work, for all tests."""
+    """Two engines in mode `works`, shared by all tests."""
     with ExitStack() as stack:
         yield [_start(stack, "works", f"works{i}") for i in range(2)]
 
 
 @pytest.fixture
 def start(healthy_engines: list[EngineAddress]) -> Iterator[Start]:
-    """An engine of a mode; one that works comes back empty from whatever an earlier test did."""
+    """A function that returns an engine of a mode; for `works`, a shared engine after a reset."""
     with ExitStack() as stack:
         idle = list(healthy_engines)
         for engine in idle:
@@ -75,8 +73,8 @@ def _buckets() -> list[list[tuple[str, torch.Tensor]]]:
     ]
 
 
-class Confused(FakeEngine):
-    """Answers the question for its parameters with what a test wants."""
+class WrongParameters(FakeEngine):
+    """A fake engine that reports `reply` as its parameters, if `reply` is set."""
 
     reply: object = None
 
@@ -94,9 +92,10 @@ class Confused(FakeEngine):
     ],
     ids=str,
 )
-def test_an_engine_that_reports_other_parameters_than_the_rest_is_named(reply: object) -> None:
-    """The others are sent to; which parameters there are is known from then on."""
-    engines = [Confused("works") for _ in range(3)]
+def test_connect_names_engine_that_reports_other_parameters_than_the_rest(reply: object) -> None:
+    """The other engines still get weights, and a later connection is compared with their
+    parameters."""
+    engines = [WrongParameters("works") for _ in range(3)]
     sender = _sender()
     with ExitStack() as stack:
         addresses = [
@@ -114,8 +113,9 @@ def test_an_engine_that_reports_other_parameters_than_the_rest_is_named(reply: o
     assert [bool(engine.calls) for engine in engines] == [True, False, True]
 
 
-def test_each_group_has_a_name_that_no_other_trainer_has_used() -> None:
-    """Process ids and counts come again, on another host or in the next container."""
+def test_connect_uses_a_new_unique_group_name_each_time() -> None:
+    """A name with a process ID or a counter could be repeated on another host or in the next
+    container."""
     engine, names = FakeEngine("works"), []
     sender = _sender()
     with serving(engine, "engine") as address:
@@ -128,15 +128,16 @@ def test_each_group_has_a_name_that_no_other_trainer_has_used() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_between_updates_buffers_are_kept_on_a_host_only(
+def test_sender_keeps_its_buffers_between_updates_only_on_the_host(
     monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    """`meta` stands for a GPU, whose memory is for training then; zeros travel in its place."""
+    """The device `meta` stands for a GPU, whose memory is needed for training between updates;
+    zeros on the host are broadcast instead of its tensors."""
     start_broadcast = _Link.start
-    places = []
+    pointers = []
 
     def start(link: _Link, tensor: torch.Tensor) -> None:
-        places.append(tensor.data_ptr())
+        pointers.append(tensor.data_ptr())
         start_broadcast(link, tensor if device == "cpu" else torch.zeros_like(tensor, device="cpu"))
 
     monkeypatch.setattr(_Link, "start", start)
@@ -147,18 +148,18 @@ def test_between_updates_buffers_are_kept_on_a_host_only(
         sender.connect([address])
         for _ in range(3):
             sender.send([bucket], VERSION)
-        left = [
+        remaining = [
             item
             for item in gc.get_objects()
             if type(item) is torch.Tensor and item.device.type == device == "meta" and item.nbytes
         ]
-        assert not left
+        assert not remaining
         sender.close()
-    assert device == "meta" or places[2] == places[0] != places[1]
+    assert device == "meta" or pointers[2] == pointers[0] != pointers[1]
 
 
 @pytest.mark.parametrize("mode", ["dies", "refuses"])
-def test_an_engine_that_fails_in_the_broadcast_is_named_at_once(start: Start, mode: str) -> None:
+def test_send_names_engine_that_fails_during_the_broadcast_at_once(start: Start, mode: str) -> None:
     engines = [start("works"), start(mode)]
     sender = _sender()
     sender.connect(engines)
@@ -167,7 +168,7 @@ def test_an_engine_that_fails_in_the_broadcast_is_named_at_once(start: Start, mo
         sender.send(_buckets(), VERSION)
     assert time.monotonic() - started < 10
     assert caught.value.engine_ids == (engines[1].engine_id,)
-    # The engine that is left can be served again, in a new group.
+    # The remaining engine gets the weights in a new group.
     sender.connect(engines[:1])
     report = sender.send(_buckets(), VERSION)
     assert (report.buckets, report.tensors, report.bytes) == (2, 2, 256 * 64 * 4 + 128 * 2)
@@ -177,11 +178,12 @@ def test_an_engine_that_fails_in_the_broadcast_is_named_at_once(start: Start, mo
 RELEASED = threading.Event()
 
 
-class Engine(FakeEngine):
-    """Answers an announced bucket by its mode.
+class ReplyingEngine(FakeEngine):
+    """A fake engine that receives no weights, and replies to an announced bucket as its mode says.
 
-    `receives`: as if it had the bucket. `cannot receive`: as SGLang reports a failed receive.
-    `refuses`: with another error. `hangs`: never, but it is healthy. `lost`: no call is answered.
+    The modes are `receives` (as if it had received the bucket), `cannot receive` (as SGLang reports
+    a failed receive), `refuses` (with another error), `hangs` (does not reply, but passes health
+    checks) and `lost` (replies to no call).
     """
 
     def do_health(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -209,17 +211,21 @@ class Engine(FakeEngine):
             1.0,
             r"did not enter the first broadcast within weights\.timeout_sec",
         ),
-        (Engine("receives"), 1.0, r"did not enter the first broadcast within weights\.timeout_sec"),
-        (Engine("refuses"), 20.0, r"engine engine .*returned status 400"),
+        (
+            ReplyingEngine("receives"),
+            1.0,
+            r"did not enter the first broadcast within weights\.timeout_sec",
+        ),
+        (ReplyingEngine("refuses"), 20.0, r"engine engine .*returned status 400"),
     ],
-    ids=["waits for nothing", "has answered", "refuses"],
+    ids=["engine receives", "engine has replied", "engine refuses"],
 )
-def test_a_first_broadcast_that_blocks_has_the_same_limit(
+def test_send_raises_within_its_limit_when_the_first_broadcast_blocks(
     monkeypatch: pytest.MonkeyPatch, engine: FakeEngine, limit_seconds: float, message: str
 ) -> None:
-    """NCCL's may never return."""
-    let_go = threading.Event()
-    monkeypatch.setattr(_Link, "start", lambda link, tensor: let_go.wait(60))
+    """NCCL's call for the first broadcast may never return."""
+    release = threading.Event()
+    monkeypatch.setattr(_Link, "start", lambda link, tensor: release.wait(60))
     sender = _sender(limit_seconds)
     with serving(engine, "engine") as address:
         sender.connect([address])
@@ -228,11 +234,11 @@ def test_a_first_broadcast_that_blocks_has_the_same_limit(
             with pytest.raises(ComponentFailure, match=message):
                 sender.send(_buckets(), VERSION)
         finally:
-            let_go.set()
+            release.set()
         assert time.monotonic() - started < 1.0 + 1.0 + 3.0
 
 
-def test_a_link_that_is_too_slow_for_the_limit_is_no_fault_of_the_engines(
+def test_send_blames_no_engine_when_the_broadcast_is_too_slow(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_Link, "start", lambda link, tensor: None)
@@ -241,20 +247,20 @@ def test_a_link_that_is_too_slow_for_the_limit_is_no_fault_of_the_engines(
     sender.connect([start("works"), start("works")])
     with pytest.raises(ComponentFailure, match=r"did not end within weights\.timeout") as caught:
         sender.send(_buckets(), VERSION)
-    assert not isinstance(caught.value, EngineCallError), "nobody is left out"
+    assert not isinstance(caught.value, EngineCallError), "no engine may be excluded"
 
 
-def test_an_engine_that_is_not_there_is_named_when_connecting(start: Start) -> None:
+def test_connect_names_engine_that_is_unreachable(start: Start) -> None:
     sender = _sender()
-    gone = EngineAddress("gone", "http://127.0.0.1:1")
+    missing = EngineAddress("missing", "http://127.0.0.1:1")
     started = time.monotonic()
-    with pytest.raises(EngineCallError, match="gone") as caught:
-        sender.connect([start("works"), gone])
-    assert caught.value.engine_ids == ("gone",)
+    with pytest.raises(EngineCallError, match="missing") as caught:
+        sender.connect([start("works"), missing])
+    assert caught.value.engine_ids == ("missing",)
     assert time.monotonic() - started < 10
 
 
-def test_a_parameter_that_was_left_out_is_noticed(start: Start) -> None:
+def test_send_raises_when_a_parameter_is_missing(start: Start) -> None:
     sender = _sender()
     sender.connect([start("works")])
     with pytest.raises(ComponentFailure, match=r"lacks 'y\.weight'"):
@@ -263,8 +269,8 @@ def test_a_parameter_that_was_left_out_is_noticed(start: Start) -> None:
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Limits of a fraction of a second; engines that wait are released after the test."""
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Set limits of a fraction of a second; after the test, release the engines that wait."""
     RELEASED.clear()
     monkeypatch.setattr(lost_engines, "_GRACE_SECONDS", 0.3)
     monkeypatch.setattr(lost_engines, "_HEALTH_SECONDS", 0.3)
@@ -272,7 +278,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     RELEASED.set()
 
 
-@pytest.mark.usefixtures("short")
+@pytest.mark.usefixtures("short_limits")
 @pytest.mark.parametrize(
     ("modes", "at_fault"),
     [
@@ -284,12 +290,12 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (["receives", "receives"], []),
     ],
 )
-def test_only_the_engine_that_caused_a_failed_broadcast_is_found(
+def test_raise_lost_names_only_the_engine_that_caused_the_failure(
     modes: list[str], at_fault: list[str]
 ) -> None:
     with ExitStack() as stack:
         addresses = [
-            stack.enter_context(serving(Engine(mode), f"engine{index}"))
+            stack.enter_context(serving(ReplyingEngine(mode), f"engine{index}"))
             for index, mode in enumerate(modes)
         ]
         stack.callback(RELEASED.set)
@@ -306,15 +312,15 @@ def test_only_the_engine_that_caused_a_failed_broadcast_is_found(
 
 # ------------------------------------------------------------ engines that are late, slow or frozen
 #
-# NCCL is stood in for by gloo whose first broadcast of a group blocks until all engines enter it.
-# Delays are far below the limits: an engine that is late but in time is not at fault.
+# gloo stands for NCCL: `delay_first_broadcast` makes the first broadcast of each group block until
+# all engines have entered it. Delays are far below the limits, so a late engine is not at fault.
 
 DELAY_SECONDS = 0.4
 Answer = tuple[int, dict[str, Any]]
 
 
-class Entering(FakeEngine):
-    """Shows when it enters a broadcast."""
+class EntryRecorder(FakeEngine):
+    """A fake engine that sets `entered` when it enters a broadcast."""
 
     def __init__(self) -> None:
         super().__init__("works")
@@ -325,16 +331,16 @@ class Entering(FakeEngine):
         return super().do_update_weights_from_distributed(body)
 
 
-class LateJoiner(Entering):
-    """Enters the group when the others have waited for it."""
+class LateJoiner(EntryRecorder):
+    """An engine that joins the group late, while the other ranks wait for it."""
 
     def do_init_weights_update_group(self, body: dict[str, Any]) -> Answer:
         time.sleep(DELAY_SECONDS)
         return super().do_init_weights_update_group(body)
 
 
-class SlowReceiver(Entering):
-    """Takes its time over every call of an update."""
+class SlowReceiver(EntryRecorder):
+    """An engine that is slow in every call of an update."""
 
     def do_begin_weight_update(self, body: dict[str, Any]) -> Answer:
         time.sleep(DELAY_SECONDS)
@@ -349,55 +355,58 @@ class SlowReceiver(Entering):
         return super().do_end_weight_update(body)
 
 
-class Holds(Entering):
-    """Does not answer the calls in `held` until it is let go."""
+class Unresponsive(EntryRecorder):
+    """An engine that does not reply to the calls in `blocked` until `release` is set."""
 
-    def __init__(self, *held: str) -> None:
+    def __init__(self, *blocked: str) -> None:
         super().__init__()
-        self.held = held
-        self.let_go = threading.Event()
+        self.blocked = blocked
+        self.release = threading.Event()
 
     def answer(self, path: str, body: dict[str, Any]) -> Answer:
-        if path.strip("/") not in self.held:
+        if path.strip("/") not in self.blocked:
             return super().answer(path, body)
-        assert self.let_go.wait(60)
+        assert self.release.wait(60)
         return 400, {}
 
 
-Hold = Callable[[Sequence[Entering]], list[float]]
+DelayBroadcast = Callable[[Sequence[EntryRecorder]], list[float]]
 
 
 @pytest.fixture
-def hold_until_entered(monkeypatch: pytest.MonkeyPatch) -> Hold:
-    """Makes the first broadcast of each group wait for these engines; seconds that it waited."""
+def delay_first_broadcast(monkeypatch: pytest.MonkeyPatch) -> DelayBroadcast:
+    """A function that makes the first broadcast of each group wait until the given engines have
+    entered it; returns a list that receives the seconds of each wait."""
 
-    def hold(engines: Sequence[Entering]) -> list[float]:
-        start, met, held = _Link.start, set(), []
+    def delay(engines: Sequence[EntryRecorder]) -> list[float]:
+        start, delayed, waits = _Link.start, set(), []
 
-        def as_nccl(link: _Link, tensor: torch.Tensor) -> None:
-            if link.name not in met:
-                met.add(link.name)
-                began = time.monotonic()
+        def start_late(link: _Link, tensor: torch.Tensor) -> None:
+            if link.name not in delayed:
+                delayed.add(link.name)
+                started = time.monotonic()
                 for engine in engines:
-                    assert engine.entered.wait(60), "it has had no announcement"
-                held.append(time.monotonic() - began)
+                    assert engine.entered.wait(60), "the engine received no announcement"
+                waits.append(time.monotonic() - started)
             start(link, tensor)
 
-        monkeypatch.setattr(_Link, "start", as_nccl)
-        return held
+        monkeypatch.setattr(_Link, "start", start_late)
+        return waits
 
-    return hold
+    return delay
 
 
-def require_loaded(engine: FakeEngine) -> None:
+def assert_loaded(engine: FakeEngine) -> None:
     for name, tensor in (item for bucket in _buckets() for item in bucket):
         torch.testing.assert_close(engine.loaded[name], tensor)
 
 
 @pytest.mark.slow
-def test_a_late_joiner_and_a_slow_receiver_get_every_update(hold_until_entered: Hold) -> None:
-    engines = [Entering(), LateJoiner(), SlowReceiver()]
-    held = hold_until_entered(engines)
+def test_engines_that_join_late_or_receive_slowly_get_every_update(
+    delay_first_broadcast: DelayBroadcast,
+) -> None:
+    engines = [EntryRecorder(), LateJoiner(), SlowReceiver()]
+    waits = delay_first_broadcast(engines)
     weights = _sender(60.0)
     with ExitStack() as stack:
         addresses = [stack.enter_context(serving(e, f"e{i}")) for i, e in enumerate(engines)]
@@ -406,70 +415,73 @@ def test_a_late_joiner_and_a_slow_receiver_get_every_update(hold_until_entered: 
             report = weights.send(_buckets(), PolicyVersion(0, number))
             assert report.buckets == 2
             for engine in engines:
-                require_loaded(engine)
+                assert_loaded(engine)
                 assert engine.version == f"0.{number}" and not engine.session
                 engine.loaded.clear()
         weights.close()
-    assert len(held) == 1, "one group for both updates"
-    assert held[0] > DELAY_SECONDS / 2, "the slow one was waited for"
+    assert len(waits) == 1, "both updates must use one group"
+    assert waits[0] > DELAY_SECONDS / 2, "the sender must wait for the slow engine"
 
 
 @pytest.mark.slow
-def test_only_the_engine_that_hangs_is_given_up_beside_a_slow_one(hold_until_entered: Hold) -> None:
-    slow, hangs = SlowReceiver(), Holds("update_weights_from_distributed")
-    hold_until_entered([slow, hangs])
+def test_send_names_only_the_hanging_engine_and_not_the_slow_one(
+    delay_first_broadcast: DelayBroadcast,
+) -> None:
+    slow, hangs = SlowReceiver(), Unresponsive("update_weights_from_distributed")
+    delay_first_broadcast([slow, hangs])
     weights = _sender(4.0)
     with serving(slow, "slow") as first, serving(hangs, "hangs") as second:
         weights.connect([first, second])
-        began = time.monotonic()
+        started = time.monotonic()
         try:
             with pytest.raises(EngineCallError) as caught:
                 weights.send(_buckets(), VERSION)
         finally:
-            hangs.let_go.set()
+            hangs.release.set()
             hangs.entered.set()
         assert caught.value.engine_ids == ("hangs",)
-        # The limit, and twice CLEANUP_SECONDS, for which closing waits.
-        assert time.monotonic() - began < 4.0 + 2 * 20.0 + 5.0
+        # The limit, plus twice CLEANUP_SECONDS, for which closing waits.
+        assert time.monotonic() - started < 4.0 + 2 * 20.0 + 5.0
         weights.connect([first])
         weights.send(_buckets(), VERSION)
-        require_loaded(slow)
+        assert_loaded(slow)
         weights.close()
 
 
-def test_the_other_ranks_wait_longer_than_a_sender_whose_every_wait_runs_out(
+def test_seconds_to_give_up_exceeds_a_sender_whose_every_wait_times_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The other ranks must still be waiting when the sender learns how its update ended."""
+    """The other trainer ranks must still be waiting when the sender learns the result of its
+    update."""
     for module in (transport, distributed):
         monkeypatch.setattr(module, "CLEANUP_SECONDS", 0.5)
     monkeypatch.setattr(transport, "JOIN_SECONDS", 0.0)
     monkeypatch.setattr(transport, "HEALTH_SECONDS", 0.5)
     weights = _sender(1.0)
     update = ("update_weights_from_distributed", "end_weight_update")
-    engine = Holds(*update, "destroy_weights_update_group")
+    engine = Unresponsive(*update, "destroy_weights_update_group")
     with serving(engine, "frozen") as address:
-        began = time.monotonic()
+        started = time.monotonic()
         try:
             weights.connect([address])
             with pytest.raises(EngineCallError, match="frozen"):
                 weights.send([[pair for bucket in _buckets() for pair in bucket]], VERSION)
         finally:
-            engine.let_go.set()
-        took = time.monotonic() - began
+            engine.release.set()
+        took = time.monotonic() - started
     assert 1.0 + 0.5 + 0.5 < took < seconds_to_give_up(weights.settings)
 
 
-def test_an_engine_that_never_joins_is_waited_for_no_longer_than_the_limit(
+def test_connect_waits_no_longer_than_join_seconds_for_an_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(distributed, "JOIN_SECONDS", 1.5)
-    engine = Holds("init_weights_update_group")
+    engine = Unresponsive("init_weights_update_group")
     with serving(engine, "absent") as address:
-        began = time.monotonic()
+        started = time.monotonic()
         try:
             with pytest.raises(EngineCallError, match=r"init_weights_update_group .*within 1\.5 s"):
                 _sender(60.0).connect([address])
         finally:
-            engine.let_go.set()
-        assert time.monotonic() - began < 1.5 + 1.0 + 2.0
+            engine.release.set()
+        assert time.monotonic() - started < 1.5 + 1.0 + 2.0

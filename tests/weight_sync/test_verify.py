@@ -1,4 +1,5 @@
-"""The rules by which engines are verified: names, checksums, ratios of their own tokens."""
+"""Tests the rules by which an engine's weights are verified: the error of the engine's log-probs
+and its limits."""
 
 from __future__ import annotations
 
@@ -24,13 +25,15 @@ def error(mean: float) -> RatioError:
     return RatioError(mean, 2 * mean)
 
 
-def test_errors_are_those_of_the_log_probs() -> None:
+def test_ratio_error_holds_mean_and_largest_log_prob_difference() -> None:
     engine, trainer = np.array([-1.0, -2.0], np.float32), np.array([-1.5, -2.0], np.float32)
     assert RatioError.of(engine, trainer) == RatioError(0.25, 0.5)
 
 
 @pytest.mark.parametrize(("temperature", "limit"), [(1.0, 1e-4), (2.0, 1e-4), (0.1, 1e-3)])
-def test_in_float32_the_ratio_is_one(temperature: float, limit: float) -> None:
+def test_ratio_check_allows_only_rounding_errors_in_float32(
+    temperature: float, limit: float
+) -> None:
     rule = RatioCheck(tolerance=None, temperature=temperature)
     assert rule.limit(exact=True) == pytest.approx(limit)
     assert rule.passes(error(0.9 * limit), exact=True)
@@ -40,7 +43,7 @@ def test_in_float32_the_ratio_is_one(temperature: float, limit: float) -> None:
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("tolerance", [None, 0.5])
-def test_what_is_not_a_number_does_not_pass(exact: bool, tolerance: float | None) -> None:
+def test_ratio_check_fails_when_a_log_prob_is_nan(exact: bool, tolerance: float | None) -> None:
     rule = RatioCheck(tolerance=tolerance, temperature=1.0)
     trainer = np.zeros(2, np.float32)
     found = RatioError.of(np.array([0, math.nan], np.float32), trainer)
@@ -48,7 +51,7 @@ def test_what_is_not_a_number_does_not_pass(exact: bool, tolerance: float | None
 
 
 @pytest.mark.parametrize(("usual", "limit"), [(0.001, GROSS_LEAST), (0.03, 0.3), (0.4, GROSS_MOST)])
-def test_in_half_precision_what_is_usual_is_learned_and_gross_errors_alone_fail(
+def test_ratio_check_learns_usual_error_and_fails_gross_ones_in_half_precision(
     usual: float, limit: float
 ) -> None:
     rule = RatioCheck(tolerance=None, temperature=1.0)
@@ -65,6 +68,6 @@ def test_in_half_precision_what_is_usual_is_learned_and_gross_errors_alone_fail(
     assert rule.baseline == pytest.approx(usual), "learned once"
 
 
-def test_a_tolerance_that_is_set_is_the_limit() -> None:
+def test_ratio_check_limit_is_the_configured_tolerance() -> None:
     rule = RatioCheck(tolerance=0.05, temperature=0.1)
     assert rule.limit(exact=True) == rule.limit(exact=False) == 0.05
