@@ -32,7 +32,7 @@ from megatron_async.weight_sync.transports.base import WeightSender
 from megatron_async.weight_sync.transports.distributed import DistributedSender, _Link
 from megatron_async.weight_sync.transports.tensor import _DEVICE_ARGUMENT, TensorSender
 from tests.syntax import parse
-from tests.weight_sync.fake_engine import KNOWN, FakeEngine, serving
+from tests.weight_sync.fake_engine import PARAMETERS, FakeEngine, serving
 
 ROOT = Path(__file__).parents[1]
 
@@ -178,7 +178,7 @@ def sent_by(make: Callable[..., WeightSender]) -> dict[str, dict[str, Any]]:
     sender = make(WeightsConfig(timeout_seconds=30.0), EngineConfig(), torch.device("cpu"))
     with serving(engine, "engine") as address:
         sender.connect([address])
-        sender.send([[(name, torch.zeros(4))] for name in KNOWN], PolicyVersion(0, 1))
+        sender.send([[(name, torch.zeros(4))] for name in PARAMETERS], PolicyVersion(0, 1))
         sender.close()
     return engine.bodies
 

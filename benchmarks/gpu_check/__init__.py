@@ -4,7 +4,7 @@
     python -m benchmarks.gpu_check --part 2     one part
     python -m benchmarks.gpu_check --list       the checks, what they need, their limits
     python -m benchmarks.gpu_check --wheels W   collect packages for a machine without a network
-    python -m benchmarks.gpu_check --rehearse   the trainer's checks on a CPU, at toy sizes
+    python -m benchmarks.gpu_check --trial-run   the trainer's checks on a CPU, at toy sizes
 
 Each check prints one line of JSON and appends it to `benchmarks/results/gpu/DEVICE.jsonl` when it
 ends, whatever its result; a check that has an `ok` line there for this device, torch and triton is

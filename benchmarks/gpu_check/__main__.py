@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--only", metavar="NAME", choices=[check.name for check in CHECKS])
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--again", action="store_true", help="also what has an ok line already")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU, at toy sizes")
+    parser.add_argument("--trial-run", action="store_true", help="on a CPU, at toy sizes")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="collect them in DIR and end")
     parser.add_argument("--child", help=argparse.SUPPRESS)

@@ -32,7 +32,7 @@ from benchmarks.reporting import ROOT, commit
 RESULTS = reporting.RESULTS / "gpu"
 _LOG_TAIL = 3000
 _GIB = 2**30
-# Limits are those of a GPU node that runs nothing else. Without a GPU only `doctor` and rehearsals
+# Limits are those of a GPU node that runs nothing else. Without a GPU only `doctor` and trial runs
 # run, on cores that a laptop or CI shares with other work.
 _PATIENCE_ON_CPU = 5
 _OURS = ("megatron_async", "megatron_async_kernels", "benchmarks", "tests")
@@ -48,16 +48,16 @@ class CheckFailed(Exception):
 
 @dataclass(frozen=True)
 class Stage:
-    """Where a check runs. `rehearsal`: on the CPU, at toy sizes, to try the code and no more."""
+    """Where a check runs. `trial_run`: on the CPU, at toy sizes, to try the code and no more."""
 
     device: str
-    rehearsal: bool
+    trial_run: bool
     scratch: Path
 
 
 @dataclass(frozen=True)
 class Check:
-    """`needs`: modules beyond torch. `cuda`: there is nothing to rehearse without a device."""
+    """`needs`: modules beyond torch. `cuda`: there is nothing to try without a device."""
 
     name: str
     part: int
@@ -82,7 +82,7 @@ class Result:
     versions: Mapping[str, str]
     commit: str
     date: str
-    rehearsal: bool = False
+    trial_run: bool = False
     figures: Figures = field(default_factory=dict)
 
     def line(self) -> str:
@@ -105,7 +105,7 @@ def reason_to_skip(check: Check, *, trial_run: bool) -> str | None:
         if check.cuda:
             return "no CUDA device"
         if not trial_run:
-            return "no CUDA device (--rehearse tries its code on the CPU)"
+            return "no CUDA device (--trial-run tries its code on the CPU)"
     missing = [module for module in check.needs if not found(module)]
     return f"cannot be imported: {', '.join(missing)}" if missing else None
 
@@ -141,7 +141,7 @@ def result_of(
     *,
     seconds: float = 0.0,
     peak: float = 0.0,
-    rehearsal: bool = False,
+    trial_run: bool = False,
     figures: Figures | None = None,
 ) -> Result:
     """Return a line; what is the same for all lines of this process is added."""
@@ -156,7 +156,7 @@ def result_of(
         versions=versions(),
         commit=commit(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        rehearsal=rehearsal,
+        trial_run=trial_run,
         figures=figures or {},
     )
 
@@ -167,12 +167,12 @@ def run_here(check: Check, *, trial_run: bool) -> Result:
 
     began = time.monotonic()
     on_gpu = torch.cuda.is_available()
-    rehearsal = trial_run and not on_gpu
+    trial_run = trial_run and not on_gpu
     status: Status
     figures = None
     try:
         with TemporaryDirectory(prefix="gpu_check_") as scratch:
-            stage = Stage("cuda" if on_gpu else "cpu", rehearsal, Path(scratch))
+            stage = Stage("cuda" if on_gpu else "cpu", trial_run, Path(scratch))
             figures = check.run(stage)
         status, reason = "ok", ""
     except ModuleNotFoundError as missing:
@@ -194,7 +194,7 @@ def run_here(check: Check, *, trial_run: bool) -> Result:
         reason,
         seconds=time.monotonic() - began,
         peak=peak,
-        rehearsal=rehearsal,
+        trial_run=trial_run,
         figures=figures,
     )
 
@@ -205,7 +205,7 @@ def run_apart(check: Check, *, trial_run: bool) -> Result:
     with TemporaryDirectory(prefix="gpu_check_") as folder:
         answer = Path(folder) / "result.json"
         command = [sys.executable, "-m", "benchmarks.gpu_check", "--child", check.name]
-        command += ["--answer", str(answer), *(["--rehearse"] if trial_run else [])]
+        command += ["--answer", str(answer), *(["--trial-run"] if trial_run else [])]
         began = time.monotonic()
         try:
             # stdout is for results, so the check's output goes to stderr.

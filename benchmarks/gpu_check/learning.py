@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _MIN_GAIN = 0.1  # of accuracy; the quickstart gains 0.2
 # As in trainer.py: far above rounding, far below what a wrong weight gives.
 _LOGPROB_BOUND = 0.03
-_REHEARSAL = {
+_TRIAL_RUN = {
     "steps": 2,
     "sft": {"steps": 3, "examples": 192},
     "sampling": {"max_new_tokens": 12},
@@ -53,10 +53,10 @@ def learning(stage: Stage) -> Figures:
     from megatron_async.tasks import build_task
     from megatron_async.train_loop.sft_rank import batches_of, example_batch
 
-    dtype = "float32" if stage.rehearsal else "bfloat16"
+    dtype = "float32" if stage.trial_run else "bfloat16"
     settings = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())
     one_rank = {"parallel": {"ranks": 1}, "model": {"dtype": dtype}}
-    settings = merge(merge(settings, one_rank), _REHEARSAL if stage.rehearsal else {})
+    settings = merge(merge(settings, one_rank), _TRIAL_RUN if stage.trial_run else {})
     config = build_config(settings)
     initial, tuned = stage.scratch / "initial", stage.scratch / "tuned"
     build_tiny_model(initial, seed=1)
@@ -83,7 +83,7 @@ def learning(stage: Stage) -> Figures:
     if not figures["mean_logprob_difference"] <= _LOGPROB_BOUND:
         raise CheckFailed(f"the generator does not have the trainer's weights: {figures}")
     gain = figures["accuracy_after"] - figures["accuracy_before"]
-    if not stage.rehearsal and not gain >= _MIN_GAIN:
+    if not stage.trial_run and not gain >= _MIN_GAIN:
         raise CheckFailed(f"accuracy rose by {gain:.3f}: {figures}")
     return figures
 

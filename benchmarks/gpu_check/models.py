@@ -66,7 +66,7 @@ _TOY = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 512, "num_atte
 
 
 def toy(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same kind of model, small enough for a rehearsal."""
+    """The same kind of model, small enough for a trial run."""
     layers = min(4, config["num_hidden_layers"])
     small = {**config, **_TOY, "num_hidden_layers": layers, "num_key_value_heads": 2}
     if "head_dim" in config:

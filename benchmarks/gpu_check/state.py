@@ -28,13 +28,13 @@ def checkpoint(stage: Stage) -> Figures:
     from megatron_async.checkpoint.manager import CheckpointManager
     from megatron_async.config.run import CheckpointConfig
 
-    config = toy(GQA) if stage.rehearsal else GQA
+    config = toy(GQA) if stage.trial_run else GQA
     model = write_model(stage.scratch / "model", config, stage.device, std=0.05)
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     # With `warn_only` the backward pass of flash attention stays non-deterministic.
     torch.use_deterministic_algorithms(True)
     batches = [
-        ragged_batch([300, 20, 77, 150] if stage.rehearsal else [900, 20, 377, 1500], 512, step=n)
+        ragged_batch([300, 20, 77, 150] if stage.trial_run else [900, 20, 377, 1500], 512, step=n)
         for n in range(4)
     ]
     changes: dict[str, Any] = {
@@ -102,7 +102,7 @@ def host_copies(stage: Stage) -> Figures:
     """A trainer of 1.5B leaves its device and comes back, bit for bit; how fast."""
     from megatron_async.trainer.offload import DeviceContents, TrainerOffloader, _on_gpu
 
-    config = toy(QWEN2_1B) if stage.rehearsal else QWEN2_1B
+    config = toy(QWEN2_1B) if stage.trial_run else QWEN2_1B
     model = write_model(stage.scratch / "model", config, stage.device, std=0.02)
     on_gpu = stage.device == "cuda"
     figures: dict[str, Any] = {}
@@ -131,7 +131,7 @@ def ipc(stage: Stage) -> Figures:
     """Weights by handle to another process on this device, through SGLang's unpickler."""
     from megatron_async.weight_sync.transports.tensor import flat_copy, serialize
 
-    rows = 8 if stage.rehearsal else 4096
+    rows = 8 if stage.trial_run else 4096
     generator = torch.Generator(stage.device).manual_seed(5)
     bucket = [
         (

@@ -42,11 +42,11 @@ _UPDATES = 20
 
 
 def _lengths(stage: Stage) -> Sequence[int]:
-    return [max(2, n // 16) for n in _RAGGED] if stage.rehearsal else _RAGGED
+    return [max(2, n // 16) for n in _RAGGED] if stage.trial_run else _RAGGED
 
 
 def _config(stage: Stage, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return toy(config) if stage.rehearsal else config
+    return toy(config) if stage.trial_run else config
 
 
 def gradients_of(trainer: PolicyTrainer, batch: TokenBatch) -> dict[str, Tensor]:
@@ -167,7 +167,7 @@ def updates(stage: Stage) -> Figures:
     model = write_model(stage.scratch / "model", config, stage.device, std=0.02)
     shape = shape_from_config(read_config_json(model), model / "config.json")
     rng = np.random.default_rng(3)
-    count, mean, longest, budget = (8, 20, 64, 128) if stage.rehearsal else (64, 1200, 4096, 8192)
+    count, mean, longest, budget = (8, 20, 64, 128) if stage.trial_run else (64, 1200, 4096, 8192)
     lengths = [int(n) for n in np.clip(rng.geometric(1 / mean, count), 4, longest)]
     batch = ragged_batch(lengths, config["vocab_size"])
     changes: dict[str, Any] = {

@@ -48,7 +48,7 @@ from megatron_async.environments.worker import (
 from megatron_async.trajectory.types import IntArray, Turn
 
 _TRIAL_RESPONSE = "Yes."
-_TRIAL_KEY = "rehearsal"
+_TRIAL_KEY = "trial"
 _MIN_CALLS_TO_WARN = 3
 
 

@@ -2,7 +2,7 @@
 
 Its file is the witness of what a program has seen, in the form of `noted_environment.py`. After a
 kill it runs again, so that an answer which it has had comes again. An episode's name is its seed
-and its number, by the ids of its answers; what is played before a start has the number "rehearsal".
+and its number, by the ids of its answers; what is played before a start has the number "trial".
 """
 
 from __future__ import annotations

@@ -315,7 +315,7 @@ def step(turn: int, text: str, name: str = "ab", seed: int = 5) -> Call:
 
 
 SEEN = (Call("reset", "ab", 5), step(0, "x"), Call("restore", "ab", 5, 1), step(1, "y"))
-REHEARSAL = (Call("reset", "ef", 5), step(0, "Yes.", "ef"))
+TRIAL_RUN = (Call("reset", "ef", 5), step(0, "Yes.", "ef"))
 EVALUATED = (Call("reset", "gh", 99), step(0, "z", "gh", 99))
 
 DOCTORED += [
@@ -354,7 +354,7 @@ DOCTORED += [
 
 def test_an_honest_account_of_episodes_passes() -> None:
     evidence = played(
-        *SEEN, step(1, "y"), *REHEARSAL, *EVALUATED, open_at=[frozenset(NAMES), frozenset({"ab"})]
+        *SEEN, step(1, "y"), *TRIAL_RUN, *EVALUATED, open_at=[frozenset(NAMES), frozenset({"ab"})]
     )
     assert {name: found for name, found in audit(evidence, RULES).items() if found} == {}
     assert repeats(evidence.calls) == 1
