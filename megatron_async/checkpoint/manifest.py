@@ -288,7 +288,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
     except (CorruptCheckpoint, OtherFormat) as error:
         if not (path / COPY_NAME).exists():
             raise
-        logger.warning("checkpoint %s: %s; reading the manifest's copy", path, error)
+        logger.warning(
+            "checkpoint %s: reading the copy of its manifest, because of: %s", path, error
+        )
         return _read(path, COPY_NAME)
 
 

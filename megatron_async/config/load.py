@@ -102,8 +102,8 @@ def parse_override(text: str) -> dict[str, Any]:
         raise UserError(f"override {short_repr(text)} is not of the form section.setting=value")
     if dotted.split(".")[0] == _EXPLICIT:
         raise UserError(
-            f"unknown setting {dotted} (value {short_repr(value)}); name the setting that you want "
-            "to set"
+            f"override {short_repr(text)} names no setting: `{_EXPLICIT}` records which settings "
+            "were set. Override the setting itself."
         )
     try:
         parsed = parse_yaml(value, f"override {short_repr(text)}")

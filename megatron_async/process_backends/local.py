@@ -192,14 +192,14 @@ class LocalRemoteObject(RemoteCalls[T]):
         removed = not self._path.exists()
         if removed and self._process is not None and self._process.runs:
             return ComponentFailure(
-                f"{self._path.name} can no longer be called (waiting for {method}): its socket "
-                f"{self._path} was removed while it ran. Exclude {self._path.parent.parent} from "
-                "the program that cleans up temporary files, and continue with --resume."
+                f"{self._path.name} can no longer be called (during the call `{method}`): its "
+                f"socket {self._path} was removed while it ran. Exclude {self._path.parent.parent} "
+                "from the program that cleans up temporary files, and continue with --resume."
             )
         why = f", or its socket {self._path} was removed"
         if self._process is not None:
             why = self._process.death_after(deaths)
-        message = f"{self._path.name} has died (waiting for {method}){why}"
+        message = f"{self._path.name} has died during the call `{method}`{why}"
         return RemoteObjectLost(message) if self._path.exists() else RemoteObjectDead(message)
 
 

@@ -170,7 +170,7 @@ class RayRemoteObject(RemoteCalls[T]):
         """Return the error of this package for Ray's `error` in a call of `method`."""
         if not isinstance(error, RayActorError):
             return ComponentFailure(f"{self._name}: failed to call {method}: {one_line(error)}")
-        message = f"{self._name} has died (waiting for {method}): {one_line(error)}"
+        message = f"{self._name} has died during the call `{method}`: {one_line(error)}"
         if isinstance(error, ActorUnavailableError) or not isinstance(error, ActorDiedError):
             self._dead_since = None
             return RemoteObjectLost(message)

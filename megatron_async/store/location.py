@@ -229,7 +229,7 @@ def read_record(run_file: Path) -> StoreRecord | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
-        logger.warning("failed to read %s: %s", _record_file(run_file), error)
+        logger.warning("ignoring %s, which cannot be read: %s", _record_file(run_file), error)
         return None
 
 

@@ -201,7 +201,7 @@ def format_step(line: dict[str, Any], steps: int) -> str:
         )
     return (
         f"step {position}  reward {line['rollout/reward_mean']:.3f}  {_speeds(line)} tok/s  "
-        f"lag {line['rollout/lag_mean']:.1f}/{line['rollout/lag_max']:.0f}  "
+        f"max lag {line['rollout/lag_max']:.0f}  "
         f"{line['time/step']:.1f} s"
     )
 

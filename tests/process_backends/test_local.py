@@ -126,12 +126,13 @@ def test_call_names_the_socket_when_it_was_removed(tmp_path: Path, what: str) ->
         else:
             shutil.rmtree(socket_file.parent)
         sentence = (
-            rf"subject can no longer be called \(waiting for pid\): its socket {socket_file} was "
-            r"removed while it ran\. Exclude /tmp/megatron-async-\d+ from the program"
+            rf"subject can no longer be called \(during the call `pid`\): its "
+            rf"socket {socket_file} was removed while it ran\. Exclude "
+            r"/tmp/megatron-async-\d+ from the program"
         )
         with pytest.raises(ComponentFailure, match=sentence):
             remote.call_blocking(lambda one: one.pid(), limit=LIMIT)
-        died = rf"subject has died \(waiting for pid\), or its socket {socket_file} was removed"
+        died = rf"subject has died during the call `pid`, or its socket {socket_file} was removed"
         with pytest.raises(RemoteObjectDead, match=died):
             found.call_blocking(lambda one: one.pid(), limit=LIMIT)
 

@@ -56,7 +56,8 @@ def check_rewards(settings: ScorerSettings, *payloads: Mapping[str, Any]) -> tup
         (scores,) = blocking(scored(only_tried, [(payloads[0], texts)]))
         for failure in (failure for score in scores for failure in score.failures):
             raise UserError(
-                f"{failure} (tried on {short_repr(texts)} as responses to the first prompt)"
+                f"{failure}. The rewards were tried on the responses {short_repr(texts)} to the "
+                "first prompt."
             )
     return tuple(notices)
 

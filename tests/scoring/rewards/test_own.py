@@ -158,7 +158,8 @@ def test_pool_returns_no_reward_when_scorer_fails_and_policy_is_drop(tmp_path: P
         (own("by_hand", group=True), r"AttributeError: 'list' object .* at .*own\.py:\d+"),
         (
             own("dies"),
-            r"dies: the process ended with exit code 3 \(tried on \['2', ''\] as response",
+            r"dies: the process ended with exit code 3\. The rewards were tried on the responses "
+            r"\['2', ''\]",
         ),
         (
             own("sleeps", timeout_seconds=0.5),
@@ -205,12 +206,12 @@ def test_check_rewards_names_only_users_file_when_call_fails(tmp_path: Path, fun
     (tmp_path / "mine.py").write_text(f"def score{function}\n")
     with pytest.raises(UserError) as caught:
         check_rewards(settings_of(f"{tmp_path / 'mine.py'}:score"), PAYLOAD)
-    assert f" at {tmp_path / 'mine.py'} (tried on" in str(caught.value)
+    assert f" at {tmp_path / 'mine.py'}. The rewards were tried on" in str(caught.value)
     assert "megatron_async/" not in str(caught.value)
 
 
 def test_check_rewards_names_users_line_when_evaluated_text_is_bad() -> None:
-    with pytest.raises(UserError, match=r"SyntaxError: .* at .*own\.py:\d+ \(tried"):
+    with pytest.raises(UserError, match=r"SyntaxError: .* at .*own\.py:\d+\. The rewards were"):
         check_rewards(settings_of(own("evaluates")), {**PAYLOAD, "answer": "2 +"})
 
 
