@@ -72,7 +72,7 @@ def test_sft_on_two_nodes_gives_the_losses_and_weights_of_one_rank(
     first = sft(config, *session, "--index", "0")
     (code, shown), (other_code, other_shown) = wait_for_nodes(first, second)
     assert (code, other_code) == (0, 0), shown + other_shown
-    assert "checkpoint in" in shown
+    assert "wrote a checkpoint to" in shown
     assert other_shown == "", "only the first node may show the progress"
     directory = RunDirectory(tmp_path / "tuned-sft")
     assert {path.name for path in directory.logs.iterdir()} == {"sft-0.log", "sft-1.log"}

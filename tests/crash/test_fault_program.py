@@ -65,7 +65,7 @@ def accept_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
     async def with_a_stale_engine(driver: RolloutDriver, timeout: float) -> TokenBatch | None:
         batch = await next_batch(driver, timeout)
         if batch is not None:
-            driver.engine_stale(sorted(driver._slots)[0], "a test asks for it")
+            driver.engine_stale(sorted(driver._tracked_engines)[0], "a test asks for it")
         return batch
 
     monkeypatch.setattr(TrajectoryStore, "append", by_whoever_runs)

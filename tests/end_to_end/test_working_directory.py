@@ -108,7 +108,7 @@ def test_train_resumes_after_a_kill_next_to_files_named_like_modules(
     ("arguments", "shown"),
     [
         (["reward", "--responses", "rows.jsonl"], "40 responses, mean score 1, 0 failed"),
-        (["sft", "--out", "tuned"], "checkpoint in .*tuned"),
+        (["sft", "--out", "tuned"], "wrote a checkpoint to .*tuned"),
     ],
     ids=["reward", "sft"],
 )
