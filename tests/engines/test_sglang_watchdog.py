@@ -40,7 +40,7 @@ def test_engine_survives_a_pause_longer_than_its_watchdog(tmp_path: Path) -> Non
             await until_streaming([response], 1)
             await client.pause("in_place")
             await asyncio.sleep(PAUSE_SECONDS)
-            assert server.alive(), server._log()[-3000:]
+            assert server.alive(), server.log_path.read_text()[-3000:]
             assert not task.done(), "the response ended before the pause"
             await client.resume()
             return len(tokens_of(await asyncio.wait_for(task, 60)))
