@@ -92,8 +92,9 @@ class LineageTree:
         """Return, for `lineage` and each of its ancestors, the step at which the path leaves it.
 
         The path is the sequence of updates that led to `lineage`. It leaves an ancestor at the step
-        of the checkpoint from which the next lineage on the path continued. Batches of the ancestor
-        at that step or later are not on the path. The value of `lineage` itself is `ALL`.
+        of the checkpoint from which the next lineage on the path continued, or at the smallest such
+        step of the later lineages on the path. Batches of the ancestor at that step or later are
+        not on the path. The value of `lineage` itself is `ALL`.
         """
         limits: dict[int, int] = {}
         here: int | None = lineage

@@ -191,8 +191,8 @@ class ProceduralScorer:
         A text without an answer has reward 0.
 
         Raises:
-            ValueError: If the problem cannot be generated again. Exceptions of the data set's own
-                scorer are passed on.
+            ValueError: If the data set now generates another problem for the same seed and index.
+                Exceptions of the data set's own scorer are passed on.
         """
         answer = final_answer(text, self._config.answer_marker)
         if answer is None:

@@ -59,7 +59,7 @@ def plan_microbatches(
 
 
 def balance(cost_S: CostArray, shards: int) -> list[IndexArray]:
-    """Split the items 0 to len(cost_S) - 1 greedily into `parts` shards with nearly equal total
+    """Split the items 0 to len(cost_S) - 1 greedily into `shards` shards with nearly equal total
     costs.
 
     Returns:
