@@ -16,8 +16,8 @@ Invariants
   ratio is 0, as in autograd through clamp.
 
 Notation used below: m the mask, p the log-prob under the current policy, mu = `rollout_logprobs_T`,
-b the reference of the ratio (`ratio_to`: mu or `old_logprobs_T`), A the advantage, l = p - b, r =
-exp(c(l)), v = `is_weights_T` or 1, n_i the kept tokens of sequence i.
+b the log-prob in the denominator of the ratio (mu or `old_logprobs_T`, as `ratio_to` says), A the
+advantage, l = p - b, r = exp(c(l)), v = `is_weights_T` or 1, n_i the kept tokens of sequence i.
 """
 
 from __future__ import annotations
@@ -220,16 +220,24 @@ SUM_NAMES: tuple[str, ...] = (
     "seq_weight_sq",  # sum_i W_i^2
     "seq_staleness",  # sum_i min(c(sum_i m L), log staleness_clip)
     "seq_weight_clipped",  # sequences with W_i > staleness_clip
-    "ratio",  # sum k r (gspo: s), the ratio to `ratio_to`; sft: 0
+    "ratio",  # sum k r (gspo: s instead of r); sft: 0
     "ratio_log",  # sum k c(l); sft: 0
-    "coefficient",  # sum k x, x the weight in use: reinforce v w / weight_mean, cispo v u,
-    # aipo v min(r, delta), ppo_clip and gspo v, sft and own 1
-    "coefficient_sq",  # sum k x^2
-    "clip_high",  # ppo_clip, gspo: clipped term taken (strictly larger), r > 1 + clip_high;
-    # cispo: r > 1 + clip_high; aipo: r > delta; reinforce: raw weight > weight_upper
-    "clip_low",  # the same at the lower bound: r < 1 - clip_low; reinforce: raw weight <
-    # weight_lower
-    "clip_dual",  # ppo_clip: dual clip taken (strictly smaller)
+    # Sum of k * x, where x is the weight by which the surrogate multiplies a token's term:
+    # reinforce v * w / weight_mean, cispo v * u, aipo v * min(r, delta), ppo_clip and gspo v, sft
+    # and own 1.
+    "coefficient",
+    "coefficient_sq",  # Sum of k * x^2, with the same x.
+    # Number of kept tokens at the upper bound. ppo_clip: r > 1 + clip_high, and the clipped term is
+    # larger than the unclipped term, so that the loss is the clipped term. gspo: the same with s.
+    # cispo: r > 1 + clip_high. aipo: r > delta. reinforce: weight before truncation > weight_upper.
+    # 0 for other surrogates.
+    "clip_high",
+    # Number of kept tokens at the lower bound: the same conditions with r (or s) < 1 - clip_low,
+    # and for reinforce with a weight before truncation < weight_lower. aipo has no lower bound.
+    "clip_low",
+    # ppo_clip: number of kept tokens whose loss is the bound -A C of the dual clip, because A < 0
+    # and the bound is smaller than the clipped loss. 0 for other surrogates.
+    "clip_dual",
     "entropy",  # sum m H, 0 without entropy
     "advantage",  # sum m A
     "advantage_sq",  # sum m A^2

@@ -21,14 +21,17 @@ from megatron_async_kernels.loss_types import GSPO_LOG_BOUND, SAFETY_BOUND, Loss
 class Terms:
     """Values of a surrogate loss for each token, before masks and aggregation.
 
-    A clip flag that is False applies to no token.
+    If a clip flag is False instead of a tensor, that clip is active for no token. The symbols are
+    those of `loss_types`.
 
     Attributes:
         value_T: Loss of the token.
         dlogp_T: Derivative of the loss with respect to the token's log-prob.
-        coefficient_T: Weight in use, as in the metric `coefficient`.
-        ratio_T: Probability ratio to the reference of the ratio.
-        log_ratio_T: Log-ratio, bounded by ±SAFETY_BOUND.
+        coefficient_T: Weight that multiplies the token's term, which the metric `coefficient` sums;
+            see `SUM_NAMES`.
+        ratio_T: Probability ratio r of the current policy to the policy that `ratio_to` names;
+            gspo: ratio s of the token's sequence; sft: 0.
+        log_ratio_T: Log-ratio l of the token, clamped to ±SAFETY_BOUND; sft: 0.
         clip_high_T: Whether the upper clip is active.
         clip_low_T: Whether the lower clip is active.
         clip_dual_T: Whether the dual clip is active.

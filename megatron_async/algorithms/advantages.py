@@ -25,7 +25,8 @@ def group_advantages(
     Without `normalize_std` the advantage is R - group mean (Dr. GRPO, arXiv 2503.20783).
 
     Returns:
-        The advantages, and their derivatives with respect to R for constant mean and std, both [S].
+        The advantages, and their derivatives with respect to R, both [S]. The derivatives treat
+        mean and std as constants.
     """
     count_G, sum_G = _group_sums(rewards_S, group_index_S)
     alone_G = count_G == 1
@@ -62,8 +63,8 @@ def whitened_advantages(
         tokens_S: Number of trained tokens of each trajectory.
 
     Returns:
-        The advantages, and their derivatives with respect to R for constant mean and var, both [S].
-        Both are 0 if no token is trained.
+        The advantages, and their derivatives with respect to R, both [S]. The derivatives treat
+        mean and var as constants. Both are 0 if no token is trained.
     """
     tokens_S = tokens_S.to(rewards_S.dtype)
     count = tokens_S.sum()

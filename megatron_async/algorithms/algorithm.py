@@ -100,10 +100,11 @@ class Algorithm:
         return self.loss_config.surrogate == "sft"
 
     def prepare(self, batch: DeviceBatch) -> tuple[DeviceBatch, dict[str, float]]:
-        """Compute what does not depend on the current policy: shaped rewards, advantages and, if
-        decoupled, correction.
+        """Compute the fields of a batch that do not depend on the current policy.
 
-        RAPID's advantages depend on the current policy; `prepare_minibatch` computes them.
+        These are the shaped rewards, the advantages and, in decoupled mode (`needs_old_logprobs`),
+        the importance weights and the loss mask without rejected tokens. RAPID's advantages depend
+        on the current policy, so `prepare_minibatch` computes them.
 
         Returns:
             The batch with these fields, and metrics.
@@ -294,8 +295,11 @@ class Algorithm:
     def _advantages(
         self, rewards_E: Tensor, groups_E: Tensor, trained_E: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the advantages, and their derivatives with respect to the rewards for constant
-        statistics, [E]."""
+        """Return the advantage of each episode, and its derivative with respect to the reward, both
+        [E].
+
+        The derivative treats means and standard deviations of rewards as constants.
+        """
         ones_E = torch.ones_like(rewards_E)
         match self.config.advantage.estimator:
             case "grpo":

@@ -227,8 +227,9 @@ def megatron_to_hf(
         destination: The Hugging Face directory to create.
         model: Directory whose config and tokenizer are copied. None means the Hugging Face files
             that a converted checkpoint contains, or else the model that the run started with.
-        dtype: Precision of the written weights. None means that of config.json for a run's
-            checkpoint, as at the end of a run, and the stored precision for a converted checkpoint.
+        dtype: Precision of the written weights. With None, the weights of a run's checkpoint get
+            the precision of config.json, as at the end of a run, and the weights of a converted
+            checkpoint keep their stored precision.
         max_shard_bytes: Size limit of an output file.
         family: Architecture family, as setting `model.family`; empty means from config.json.
 
@@ -274,7 +275,8 @@ def _hf_tensors(
     verified.
 
     Args:
-        cast: Precision of the tensors; None keeps that of the model or of the conversion.
+        cast: Precision of the tensors; None keeps the precision of the model's parameters, or of a
+            converted checkpoint's stored tensors.
         advance: Called with the number of elements after each parameter.
     """
     precision = checkpoint.manifest.trainer.get(PARAMETER_DTYPE)
@@ -327,10 +329,13 @@ def _hf_files_of(checkpoint: Checkpoint, model: Path | str | None) -> Path:
     """Return the directory with the config.json and tokenizer that belong to a checkpoint.
 
     Args:
-        model: The directory that the user named; None means that of the conversion or of the run.
+        model: The directory that the user named. If it is None, the result is the directory that
+            the conversion has stored in the checkpoint or, for a run's checkpoint, `model.path` of
+            the run.
 
     Raises:
-        UserError: If the checkpoint was not converted and is not in a run directory.
+        UserError: If `model` is None, and the checkpoint was not converted and is not in a run
+            directory.
     """
     if model is not None:
         return Path(model)

@@ -73,7 +73,8 @@ class Branches:
         self._inputs: set[bytes] = set()
         # Digest of a conversation's first messages -> the message that last came after them.
         self._next: dict[bytes, str] = {}
-        # For each turn, the digest of its branch up to now: with the response once there is one.
+        # For each turn, the digest of all messages of its branch. `begin` computes it without the
+        # turn's response, and `answer` adds the response.
         self._heads: list[bytes] = []
         self._calls: list[bytes] = []
         self._continued: set[int | None] = set()

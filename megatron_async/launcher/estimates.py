@@ -1,8 +1,12 @@
 """Estimates for a run on GPUs: memory, checkpoints, the time of a stop and of a step.
 
-`launch --dry-run`, `train --dry-run` and `doctor` show them. The headers of the shipped
-configuration files contain them (`simulate --figures`), the Slurm job script gets the time of a
-stop from here, and every start compares the checkpoints' size with the free disk space.
+The estimates have three uses:
+- `launch --dry-run`, `train --dry-run`, `doctor --config` and `simulate --figures` print them. The
+  headers of the shipped configuration files contain the output of `simulate --figures`.
+- The Slurm job script uses the time of a stop, plus `END_SECONDS`, as the time before the limit of
+  the job at which Slurm sends the stop signal.
+- Every start is refused if the disk has too little free space for the checkpoints, or if writing
+  one takes longer than `checkpoint.timeout_seconds`.
 
 A stop that Slurm requests takes at most the rest of the current step and then one save. A save that
 was running at the signal continues during that step, and must end before the next save starts.

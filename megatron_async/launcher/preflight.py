@@ -102,12 +102,13 @@ def check_one_machine(config: RunConfig) -> None:
 def check_probe_tolerance(config: RunConfig, device: str | None = None) -> None:
     """Raise UserError if `weights.probe_tolerance` is too strict for the engines' precision.
 
-    Engines that differ more from the trainer are replaced until none is left, minutes after the
-    start.
+    A run replaces engines whose log-probs differ from the trainer's by more than the tolerance. If
+    rounding alone causes a larger difference, no engine is left minutes after the start.
 
     Args:
         config: The run's settings.
-        device: Kind of device that `engines.device: auto` means there; None for that of this host.
+        device: Kind of device (`cuda` or `cpu`) that `engines.device: auto` selects on the nodes of
+            the engines; None if the engines run on this host, where it is detected.
     """
     from megatron_async.engines.sglang.process import resolve_device, resolve_dtype
 

@@ -125,7 +125,8 @@ def read_run(path: Path) -> RunData:
 
 
 def _settings(config: RunConfig, metrics_file: Path) -> Iterator[tuple[str, str]]:
-    """Generate the name and text of each setting that defines the run, and of its machine."""
+    """Generate pairs of a name and a text: the main settings of the run, and the machine of its
+    newest start."""
     schedule, optimizer = config.schedule, config.optimizer
     yield "model", "/".join(Path(config.model.checkpoint or config.model.path).parts[-2:])
     batch = f"{schedule.groups_per_batch} groups of {schedule.group_size}"

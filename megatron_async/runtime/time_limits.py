@@ -4,8 +4,9 @@ A process that was stopped or starved finds every ordinary limit exceeded when i
 the messages that it waited for are unread in its sockets. That must not count against the sender.
 
 Invariants
-- Time is counted in steps. If a step ends much too late, the clock counts at most two steps for it,
-  and a time limit counts none and waits for the step again.
+- Time is counted in steps of `STEP_SECONDS`. If a step ends at least one step too late, the process
+  could not run during it. `AwakeClock` then counts two steps for it, and `AwakeTimeout` counts none
+  and waits for another step.
 """
 
 import asyncio
@@ -83,14 +84,19 @@ class AwakeTimeout:
         self._left = self._seconds + STEP_SECONDS
 
     def _wait(self) -> None:
-        """Schedule the end of the next step, which is shorter than others if less time remains."""
+        """Schedule `_passed` in one step of `STEP_SECONDS`, or earlier if less time remains."""
         loop = asyncio.get_running_loop()
         step = min(self._left, STEP_SECONDS)
         self._due = loop.time() + step
         self._handle = loop.call_at(self._due, self._passed, step)
 
     def _passed(self, step: float) -> None:
-        """Count a step that has ended, unless it ended much too late; time out at the limit."""
+        """Subtract the `step` seconds that have passed from the remaining time; then wait for
+        another step, or time out if no time remains.
+
+        A step that ended at least `STEP_SECONDS` too late is not subtracted, because the process
+        could not run during it.
+        """
         now = asyncio.get_running_loop().time()
         if now - self._due < STEP_SECONDS:
             self._left -= step

@@ -368,8 +368,12 @@ class Scheduler:
         return True
 
     def _request_prompts(self, free: int, out: Actions) -> None:
-        """Request the number of groups that fill `free` requests, as far as limits allow, once at a
-        time."""
+        """Request the prompts of as many groups as fill `free` requests, but not more groups than
+        may be started now.
+
+        Nothing is requested while an earlier request for prompts has no reply, while new groups
+        wait to be started, or after the task has run out of prompts.
+        """
         if self._prompts_requested or self._exhausted or self._life.fresh:
             return
         wanted = -(-free // self.config.group_size)

@@ -3,22 +3,28 @@ table.
 
 Invariants
 - For a fixed batch, the time of a decode step is linear in the KV tokens that are read: `seconds =
-  fixed + per_kv_token * kv_tokens`. The simulator relies on this: then n steps of a batch whose KV
-  grows by `batch` tokens a step take a time with a closed formula.
+  fixed + per_kv_token * kv_tokens`. Each step adds `batch` tokens to the KV, so a closed formula
+  gives the time of n steps of the same batch. The simulator relies on this.
 - Costs are pure functions.
 
 The roofline of one decode step of `batch` requests on an engine of TP size P:
 
-    max(weight bytes / (P BW e_m),  2 active parameters batch / (P F e_d))   GEMMs
-    + KV bytes / (P BW e_m)                                                  attention
-    + 2 layers all-reduces of batch x hidden bf16 (P > 1)                    tensor parallelism
-    + decode_overhead_seconds
+    GEMMs      max(weight_bytes / (P * BW * e_m), 2 * active_parameters * batch / (P * F * e_d))
+    attention  + kv_bytes / (P * BW * e_m)
+    TP         + 2 * layers * all_reduce_seconds
+    overhead   + decode_overhead_seconds
 
 BW is the memory bandwidth and F the peak FLOP/s of one GPU; e_m, e_d and e_p are the shares of them
-that are reached (`simulate.efficiency`: `memory_bandwidth`, `decode_flops`, `prefill_flops`). GEMMs
-share one pass over the weights; attention is bound by memory (Williams et al. 2009 for the model;
-Pope et al., arXiv 2211.05102, for the terms). Prefill of tokens with contexts c_i takes (2 active
-parameters tokens + attention pairs x 4 layers heads head_dim) / (P F e_p).
+that are reached (`simulate.efficiency`: `memory_bandwidth`, `decode_flops`, `prefill_flops`). Each
+all-reduce moves batch * hidden values in bf16; with P = 1 there is none. GEMMs share one pass over
+the weights; attention is bound by memory (Williams et al. 2009 for the model; Pope et al., arXiv
+2211.05102, for the terms).
+
+Prefill takes
+
+    (2 * active_parameters * tokens + 4 * layers * heads * head_dim * token_pairs) / (P * F * e_p)
+
+where token_pairs is the sum over the tokens of the number of keys that each token attends to.
 """
 
 from dataclasses import dataclass

@@ -12,18 +12,23 @@ and response lengths.
    The best combinations are simulated, which gives the order of the plans, the step time and the
    lag.
 
-Plans whose speeds differ by at most 2 % count as equally fast. Of these the simpler layout comes
-first: the layout with fewer pipeline stages, then the layout with the smaller TP.
+Plans whose speed is within 2 % of the best speed count as equally fast. Of these the simpler layout
+comes first: the layout with fewer pipeline stages, then the layout with the smaller TP.
 
-The number of requests in flight (`schedule.concurrency`, written N') is the smallest number with 95
-% of the best generation speed within the KV cache, because a larger one only adds lag. It never
-exceeds what the lag bound allows.
+For the number of requests in flight (`schedule.concurrency`, written N'), only numbers are
+considered whose KV fits into the cache and that the schedule can use (lag bound, `refill: batch`).
+N' is the smallest of them that reaches 95 % of the best generation speed among them, because a
+larger number only adds lag.
 
-The estimate: generation takes tokens / (b / decode step time at b requests an engine). Where the
-end of a step discards the KV of running requests, their prefill is added. The KV of a running
-request is its prompt and the mean number of tokens generated so far, E[L^2] / (2 E[L]) by renewal
-theory. Training is estimated as in `trainer_costs`. With overlap a step takes the longer of
-generation and training, otherwise their sum.
+The closed formula of item 2: if each engine runs b requests, generating a batch takes
+
+    response_tokens * seconds per decode step / (engines * b)
+
+If the end of a step discards the KV of running requests, the time of their prefill is added. The KV
+of a running request is its prompt and the mean number of tokens generated so far, E[L^2] / (2 E[L])
+for response lengths L by renewal theory. Training is estimated as in `trainer_costs`. With overlap,
+a step takes the longer of generation and training; otherwise it takes their sum. The time of the
+weight update is added in both cases.
 """
 
 import math

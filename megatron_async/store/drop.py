@@ -3,9 +3,9 @@
 It implements `megatron-async trajectories RUN_DIR --drop ID`.
 
 Invariants
-- Only the rows of the group's trajectories change, all in one durable transaction. The records of
-  batches do not change: a trajectory that was trained on a lineage which still counts stays
-  `batched` there.
+- Only the rows of the group's trajectories change, all in one durable transaction. The rows of
+  batches do not change. So a dropped trajectory is still shown as `batched` on a lineage that was
+  trained on it.
 - No other process writes to the store meanwhile, because the store's lock is held.
 - The replica (the copy of the database in the run directory) is replaced too, so that a restore
   from the replica does not bring the dropped group back.

@@ -187,8 +187,8 @@ class StoreRecord:
         host: Name of the node on which the database is.
         file: Path of the database; None if it is in the run directory, which may be moved.
         lineage: Number of the newest lineage in the database.
-        closed_at: Number of transactions ever committed when its writer closed it and completed
-            its last replica; None unless the writer did both.
+        closed_at: Number of transactions ever committed, if the writer has closed the database and
+            completed its last replica; otherwise None.
     """
 
     host: str
@@ -239,8 +239,9 @@ def write_record(location: StoreLocation, lineage: int, closed_at: int | None = 
     Args:
         location: Where the database is.
         lineage: Number of the newest lineage in the database.
-        closed_at: Number of transactions ever committed, if the replica is complete and the
-            database is closed; else None.
+        closed_at: Number of transactions ever committed, if the database is closed and its replica
+            (the copy in the run directory) has all of them. None while the database is open, or if
+            the replica is incomplete.
 
     Raises:
         CannotWrite: The disk refuses the file.

@@ -36,8 +36,8 @@ def train(
 
 
 def main(arguments: list[str]) -> int:
-    """Run the rank for the run directory in `arguments`; return its exit code
-    (`train_loop/attempt.py`)."""
+    """Run the rank for the run directory in `arguments` and return its exit code: 0, 1 if a
+    component failed, 2 for bad input."""
     follow_parent()
     stop = StopRequest.from_environment()
     directory, config = RunDirectory.launched(arguments[0])

@@ -134,7 +134,8 @@ def _chunks(sequences: Iterator[WorkedExample], min_tokens: int) -> Iterator[lis
 
 
 def main(arguments: list[str]) -> int:
-    """Run one rank of `score` and return its exit code (`train_loop/attempt.py`)."""
+    """Run one rank of `score` and return its exit code: 0, 1 if a component failed, 2 for bad
+    input."""
     directory, config = RunDirectory.find(arguments[0], [])
     return exit_code(directory, lambda: score(config, arguments[1], Path(arguments[2])))
 

@@ -110,7 +110,8 @@ def _sft_metrics(report: StepReport) -> dict[str, float]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run one rank of fine-tuning and return its exit code (`train_loop/attempt.py`)."""
+    """Run one rank of fine-tuning and return its exit code: 0, 1 if a component failed, 2 for bad
+    input."""
     follow_parent()
     directory, config = RunDirectory.find(arguments[0], [])
     return exit_code(directory, lambda: train(config, directory, Path(arguments[1])))

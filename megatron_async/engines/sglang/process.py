@@ -305,8 +305,9 @@ class SGLangProcess:
         with writing(self.log_path):
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
             if self.settings.api_key:
-                # SGLang logs all of its settings, so only this user may read the log. Change the
-                # mode of an existing log too, because an earlier start may have had no key.
+                # SGLang logs all of its settings, including the API key, so only this user may read
+                # the log. Change the mode of an existing log too, because an earlier start without
+                # an API key may have created it with the default mode.
                 self.log_path.touch(mode=0o600)
                 self.log_path.chmod(0o600)
         self._process = ChildProcess(

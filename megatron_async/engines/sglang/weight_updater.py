@@ -4,9 +4,13 @@ explains it.
 The hooks use SGLang's plugin registry. Announcements that lack the size of the next bucket are
 handled by SGLang.
 
-Invariant: the groups of a killed trainer end when the updates of the next trainer begin. Each
-sender of an update sends something. So a group that existed during a whole update without taking
-part has no sender any more. (A group costs threads and connections, and with NCCL device memory.)
+A group here is a torch process group over which one sender (a trainer rank) broadcasts weights to
+the engines. It costs threads and connections, and with NCCL device memory.
+
+Invariant: the groups of a killed trainer are ended when updates of the next trainer begin. A group
+with a posted receive is ended at the first update. Another group is ended after an update in which
+nothing was received over it: every sender broadcasts at least one bucket in each update, so the
+sender of this group no longer exists.
 """
 
 import logging
