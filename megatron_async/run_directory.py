@@ -267,7 +267,7 @@ class RunDirectory:
 
         Args:
             message: The message.
-            exit_code: Exit code of the process.
+            exit_code: Exit code with which the failed process ends.
             attempt: Identity of the attempt (`train_loop.attempt.current_attempt`).
         """
         known = json.loads(self.failure_file.read_text()) if self.failure_file.exists() else None

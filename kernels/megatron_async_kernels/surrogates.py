@@ -48,8 +48,12 @@ class Terms:
 
 
 def bounded_exp(log_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return exp(c(x)), c(x) = clamp(x, ±SAFETY_BOUND), and whether x is within the bounds (where
-    d/dx is not 0)."""
+    """Clamp `log_T` to ±SAFETY_BOUND and compute the exponential of the result.
+
+    Returns:
+        The exponential; the clamped values; and whether each value of `log_T` is within the bounds.
+        Outside the bounds the derivative of the first two results is 0.
+    """
     clamped_T = log_T.clamp(-SAFETY_BOUND, SAFETY_BOUND)
     return clamped_T.exp(), clamped_T, log_T.abs() <= SAFETY_BOUND
 

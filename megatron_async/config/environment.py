@@ -18,7 +18,7 @@ class EpisodeConfig(Settings):
     max_turns: int = Field(32, ge=1)
     """Largest number of policy responses in one episode."""
     step_seconds: float = Field(60.0, gt=0)
-    """Time limit of one call of the environment, or of all tool calls in a response, in seconds;
+    """Time limit of one call to the environment, or of all tool calls in a response, in seconds;
     for an agent, from a response to its next call."""
     seconds: float = Field(3600.0, gt=0)
     """Time limit of one episode, in seconds of wall time. The episode then ends as `length`, with

@@ -344,6 +344,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def dump(config: RunConfig) -> str:
-    """Return the whole configuration as YAML, with every default and the explicit settings."""
+    """Return the whole configuration as YAML: the value of every setting, defaults included, and
+    under the key `explicit` the settings that a file, the command line or Python has set."""
     content = {**config.model_dump(mode="json"), _EXPLICIT: config.explicit}
     return yaml.safe_dump(content, sort_keys=False)

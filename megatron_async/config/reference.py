@@ -57,8 +57,8 @@ class Section:
 
 @cache
 def all_settings() -> tuple[Setting, ...]:
-    """Return all settings in the order of the models, without those of list and mapping
-    elements."""
+    """Return all settings of a run in the order of `all_sections`, without the settings of list and
+    mapping elements."""
     return tuple(
         setting for part in all_sections() if not part.of_items for setting in part.settings
     )
@@ -72,8 +72,12 @@ def simulation_sections() -> tuple[Section, ...]:
 
 @cache
 def all_sections() -> tuple[Section, ...]:
-    """Return all sections in the order of the models; sections of elements follow the section of
-    their list."""
+    """Return all sections of a run's settings, in the order in which the settings models declare
+    them.
+
+    The settings of the elements of a list or mapping are a section too. It follows the section that
+    contains the list or mapping.
+    """
     return tuple(sections_of(RunConfig))
 
 

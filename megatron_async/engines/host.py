@@ -169,7 +169,7 @@ class HostedEngines:
         self._begun: dict[int, asyncio.Task[RelayedEngine]] = {}
 
     def begin(self) -> None:
-        """Start all engines in the background; later calls of `launch` wait for them."""
+        """Start all engines in the background; later calls to `launch` wait for them."""
         for index in range(self._settings.count):
             self._begun[index] = asyncio.create_task(self._launch(index))
 

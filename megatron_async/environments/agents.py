@@ -66,7 +66,7 @@ class _Attempt:
         stopped: For each turn, whether its response ended with a stop token.
         limit_error: Error sent for the last call that was too long or over a limit; empty if there
             was no such call.
-        lock: Held during a call of the worker for this episode.
+        lock: Held during a call to the worker for this episode.
     """
 
     number: str
@@ -432,7 +432,7 @@ class AgentWorker:
         )
 
     def _needless_forks(self, attempt: _Attempt) -> tuple[str, ...]:
-        """Return a warning if every call of the program started a new branch by changing messages.
+        """Return a warning if every call by the program started a new branch by changing messages.
 
         A program whose calls extend its earlier ones needs only one branch. The result is empty if
         the program does so, or made too few calls to tell.
@@ -444,7 +444,7 @@ class AgentWorker:
             return ()
         first = changed[0]
         return (
-            f"each of the {made} calls of an agent started a separate branch, because the agent "
+            f"each of the {made} calls by an agent started a separate branch, because the agent "
             f"changed earlier messages; the first change is message {first.at}: "
             f"{first.now:.200}, which was {first.was:.200}",
         )

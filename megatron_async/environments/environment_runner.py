@@ -1,7 +1,7 @@
 """Calls the methods of users' environment objects, with a time limit for each call.
 
 Invariants
-- Calls of one object never overlap. `async def` methods run on the event loop, `def` methods in a
+- Calls to one object never overlap. `async def` methods run on the event loop, `def` methods in a
   thread.
 - The time limit of a call starts once the call has its thread. An exception of the user's code
   (also SystemExit) becomes an `EnvironmentFault`, whose message is one sentence with file and line;
@@ -81,7 +81,8 @@ class Threads:
         self.hung = 0
         self._pool = ThreadPoolExecutor(count, "environment")
         self._free = asyncio.Semaphore(count)
-        # The pool starts a thread for each waiting call until all of them meet at the barrier.
+        # Make the pool start all its threads now. It starts a thread only for a call that finds no
+        # idle one, so each call blocks its thread until all `count` calls have reached the barrier.
         together = threading.Barrier(count)
         for _ in range(count):
             self._pool.submit(together.wait)

@@ -207,7 +207,7 @@ class Gateway:
         Fields of the request's `Call` record whether the client received the response.
 
         Raises:
-            CallRefused: The request, or the call of the policy, was refused.
+            CallRefused: The request, or its call to the policy, was refused.
         """
         asked = checked_call(await _body(request), self._sampling)
         connection = _connection(request)

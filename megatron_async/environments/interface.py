@@ -38,7 +38,7 @@ class EnvironmentFault(RuntimeError):
 
 
 class EnvironmentHung(EnvironmentFault):
-    """A call of user code exceeded its time limit and did not stop when it was canceled.
+    """A call to user code exceeded its time limit and did not stop when it was canceled.
 
     A call in a thread keeps that thread busy until the call returns.
     """
@@ -46,7 +46,7 @@ class EnvironmentHung(EnvironmentFault):
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool that the policy wrote in a response: the tool's name and its arguments."""
+    """A call to a tool that the policy wrote in a response: the tool's name and its arguments."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Offers an environment's public methods to the policy as tools, and parses calls of these tools.
+"""Offers an environment's public methods to the policy as tools, and parses calls to these tools.
 
 Invariants
 - A tool is described to the policy by its argument types and its docstring. A tool that cannot be

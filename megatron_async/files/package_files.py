@@ -44,7 +44,12 @@ def script_environment() -> dict[str, str]:
 
 
 def code_digest() -> str:
-    """Return a digest of all Python files of the package, as `sha256sum` computes it in a clone."""
+    """Return the SHA-256 of a list that has the SHA-256 and the path of each Python file of the
+    package.
+
+    In a clone of the repository, `launch/cluster_env.sh` computes the same digest with the command
+    `sha256sum`.
+    """
     files = sorted(_PACKAGE.rglob("*.py"), key=lambda file: os.fsencode(file))
     lines = [
         f"{hashlib.sha256(file.read_bytes()).hexdigest()}  "

@@ -4,7 +4,8 @@ A job on one machine starts all ranks by torchrun. In a job on several machines,
 its own ranks, and node 0 creates the run directory, which all machines can read.
 
 Invariants
-- The failure of a rank is raised here as the rank raised it: UserError or ComponentFailure.
+- Node 0 raises the failure of a rank as the rank raised it: UserError or ComponentFailure. Other
+  nodes raise a ComponentFailure that says how their ranks ended.
 """
 
 import os

@@ -28,8 +28,8 @@ def _layer_rule(
 
     Args:
         layout: How tensor ranks divide the parameter.
-        parameters: Its Megatron names inside a layer: in local layers and, if that is another one,
-            in Transformer Engine layers.
+        parameters: Its Megatron name in a local layer (one without Transformer Engine) and, if that
+            differs, its name in a Transformer Engine layer.
         tensors: The names, inside a layer, and shapes of its Hugging Face tensors.
         groups: Number of key/value heads of a QKV layout.
         expert: Whether each expert has such a parameter.
@@ -49,8 +49,8 @@ def norm_rule(parameters: tuple[str, ...], tensor: str, size: int) -> Rule:
     tensor ranks.
 
     Args:
-        parameters: Its Megatron names inside a layer: in local layers and, if that is another one,
-            in Transformer Engine layers.
+        parameters: Its Megatron name in a local layer (one without Transformer Engine) and, if that
+            differs, its name in a Transformer Engine layer.
         tensor: Its Hugging Face name inside a layer.
         size: Number of its elements.
     """

@@ -31,13 +31,16 @@ SENDER = 0
 
 @dataclass(frozen=True)
 class WalkStep:
-    """One step of the walk over a stage's parameters: one parameter, or one expert of each expert
-    rank.
+    """One step of the walk over the parameters of a pipeline stage: one parameter of one layer.
+
+    A parameter that every expert has is exported in several steps. Each of them covers the
+    parameter of one expert on each expert-parallel rank.
 
     Attributes:
         rule: Rule of the parameter.
         layer: Global number of its layer.
-        experts: Global numbers of the experts of this step, one for each expert rank.
+        experts: Global numbers of the experts whose parameter this step covers, one for each
+            expert-parallel rank; (0,) if the parameter does not belong to an expert.
     """
 
     rule: Rule

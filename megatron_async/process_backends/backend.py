@@ -162,7 +162,7 @@ class ProcessBackend(Protocol):
     ) -> RemoteObject[T]:
         """Start a process that builds the object `what(*arguments)`; return a handle to the object.
 
-        The handle is returned at once; calls of the object wait until the object exists.
+        The handle is returned at once; calls to the object wait until the object exists.
 
         Args:
             what: Class of the object, or a function that returns it.
@@ -180,7 +180,7 @@ class ProcessBackend(Protocol):
         """Return a handle to the object of class `what` that any process has started as `name` with
         `start(..., here=True)`.
 
-        If no object has the name, calls of the handle raise RemoteObjectLost.
+        If no object has the name, calls through the handle raise RemoteObjectLost.
         """
 
     def close(self) -> None:

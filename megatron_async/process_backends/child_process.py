@@ -128,7 +128,7 @@ class ChildProcess(subprocess.Popen[bytes]):
     def end(self, grace_seconds: float = 10.0) -> None:
         """Send the process SIGTERM, wait up to `grace_seconds`, then kill its process group.
 
-        A second call does nothing.
+        Do nothing if the group has ended already.
 
         Raises:
             ComponentFailure: A process of the group still exists after SIGKILL.

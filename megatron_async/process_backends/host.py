@@ -21,7 +21,7 @@ from megatron_async.runtime.garbage_collection import gc_disabled
 
 
 async def _serve(listening: socket.socket) -> None:
-    """Build the object from standard input, and serve calls of it on the socket forever."""
+    """Build the object from standard input, and serve calls to it on the socket forever."""
     # Unpickling the class imports its module with all that the module needs.
     with gc_disabled(frozen=True):
         what, arguments = pickle.load(sys.stdin.buffer)
@@ -44,7 +44,7 @@ def new_loops() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def main(socket_number: int) -> None:
-    """Serve calls of the object on the listening socket `socket_number` until killed."""
+    """Serve calls to the object on the listening socket `socket_number` until killed."""
     hold_lifeline()
     # SIGUSR2 requests that trainers stop, and must not kill this process. Child processes inherit
     # the setting.

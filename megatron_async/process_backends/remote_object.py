@@ -1,4 +1,4 @@
-"""Packs calls of remote objects, and runs the objects in their processes.
+"""Packs calls to remote objects, and runs the objects in their processes.
 
 Invariants
 - A request and a reply are each one bytes value, which no transport interprets.
@@ -81,7 +81,7 @@ class RemoteCalls(ABC, Generic[T]):
 
 
 class HostedObject:
-    """The object `what(*arguments)` in its own process, where `handle` makes calls of it."""
+    """The object `what(*arguments)` in its own process, where `handle` calls its methods."""
 
     def __init__(self, what: Callable[..., Any], *arguments: Any) -> None:
         """Build the object; an error of building it is raised by every call."""

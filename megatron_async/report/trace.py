@@ -7,7 +7,7 @@ for each event, and the trace reaches as far back as the recorded steps.
 Invariants
 - The output is trace-event JSON: complete (X), instant (i) and metadata (M) events, with times in
   microseconds since the first event; tests/report/trace_event.schema.json describes it.
-- Spans of one lane follow each other or are nested: each request, each score and each call of an
+- Spans of one lane follow each other or are nested: each request, each score and each call to an
   environment has a separate lane.
 """
 
@@ -239,12 +239,12 @@ class Trace:
         self._instant(f"{engine_id} down", self._engine(engine_id).pid, at)
 
     def _called(self, pid: int, trajectory_id: int, what: str, at: float) -> None:
-        """Begin a call of a scorer or an environment for a trajectory."""
+        """Begin a call to a scorer or an environment for a trajectory."""
         self._calls[pid, trajectory_id] = (self._lanes[pid].take(), at, what)
 
     def _replied(self, pid: int, trajectory_id: int, at: float, **facts: Any) -> None:
-        """End the call of a scorer or an environment for a trajectory, if one is running, and add
-        its span."""
+        """End the running call to a scorer or an environment for a trajectory, and add the call's
+        span; do nothing if no call is running."""
         if (pid, trajectory_id) in self._calls:
             lane, began, what = self._calls.pop((pid, trajectory_id))
             self._lanes[pid].give_back(lane)

@@ -235,7 +235,7 @@ class RolloutDriver:
             for tracked in await self._monitor.poll():
                 self._generation.end_silent(tracked, settings.silence_seconds)
 
-    # ------------------------------------------------------------ calls of the trainer
+    # ------------------------------------------------------------ calls by the trainer
 
     async def next_batch(self, timeout: float) -> TokenBatch | None:
         """Wait for the next batch and return it, or return None if stale engines need weights

@@ -208,8 +208,9 @@ class PromptFailures:
         self.too_long = 0
 
     def token(self, trajectory_id: int, group_id: int) -> None:
-        """Forget the failures of this trajectory and group, because an engine made tokens for a
-        request of theirs."""
+        """Forget the failed requests of this trajectory, the deaths of engines on requests of this
+        group, and all refused groups, because an engine made tokens for a request of the
+        trajectory."""
         self._failures.pop(trajectory_id, None)
         self._deaths.pop(group_id, None)
         self._refused.clear()

@@ -9,7 +9,7 @@ or `EpisodeEnded`. After the last turn, `scoring.py` adds up the rewards of the 
 complete group goes through `driver._emit` to `trajectory/packing.py`, which makes one sequence of
 each branch (`Trajectory.runs`).
 
-`play` plays an episode of an evaluation with the same calls of the same workers, but without a
+`play` plays an episode of an evaluation with the same calls to the same workers, but without a
 store.
 
 Invariants
@@ -295,7 +295,7 @@ class Episodes:
         if self._failures >= MAX_FAILURES_IN_ROW:
             self._background.fail(
                 ComponentFailure(
-                    f"{self._failures} calls of {self._display_name} failed "
+                    f"{self._failures} calls to {self._display_name} failed "
                     f"in a row and none succeeded; the last: {error}"
                 )
             )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class NotAttached(ComponentFailure):
-    """Error for a call of a trainer that must attach first, for instance because the rollout
+    """Error for a call by a trainer that must attach first, for instance because the rollout
     manager was restarted and no longer knows it."""
 
 

@@ -1,7 +1,8 @@
-"""Represents what a call of a user's code returned or raised as a value.
+"""Calls a user's function and returns an `Outcome`: a tuple of its result and its exception.
 
-Threads and coroutines pass such a value on, because neither a future nor a coroutine can carry a
-StopIteration: asyncio raises a TypeError instead, and the waiting coroutine is never resumed.
+Threads and coroutines return an `Outcome` instead of raising the exception, because neither a
+future nor a coroutine can carry a StopIteration: asyncio raises a TypeError instead, and the
+waiting coroutine is never resumed.
 """
 
 from collections.abc import Callable

@@ -198,7 +198,7 @@ class ScorerPool:
         self._waiting += 1
         try:
             self._follow_queue()
-            # No time limit is needed here, because every call of a worker has one.
+            # No time limit is needed here, because every call to a worker has one.
             return await done
         finally:
             self._waiting -= 1

@@ -118,7 +118,7 @@ def serve(
         channel: The socket for replies.
 
     Returns:
-        The exit code of the process: 0, or 2 if the settings are refused.
+        The exit code of the scorer process: 0, or 2 if the settings are refused.
     """
     replies = _Replies(channel, _log_file(settings))
     try:
@@ -209,7 +209,8 @@ def _run_scorer(
     its memory, and takes the pipe of requests away from any process that a reward function forks.
 
     Returns:
-        The exit code of the process.
+        The exit code of the scorer process: 1 if the keeper has ended already, otherwise the result
+        of `serve`.
     """
     keeper = os.getppid()
     prctl(PDEATHSIG, signal.SIGKILL)
@@ -328,17 +329,19 @@ def _end_descendants() -> None:
 
 
 def main(settings_json: str, kind: str) -> int:
-    """Fork a scorer process, wait for its end, kill the processes that it leaves, report the end.
+    """Fork a scorer process, wait until it ends or the worker closes the pipe of requests, kill all
+    processes that remain, and report the end to the worker.
 
-    The calling process acts as the keeper. At the start, its standard input is the pipe of requests
-    and its standard output the socket of replies.
+    The calling process is the keeper. When it starts, its standard input is the pipe of requests
+    and its standard output is the socket for replies.
 
     Args:
         settings_json: The `ScorerSettings` as JSON.
         kind: `BLOCKING` or `ASYNC`: which of the rewards the scorer process runs.
 
     Returns:
-        The exit code of the process.
+        Exit code of the process in which this function returns: 0 in the keeper; in the forked
+        scorer process, where it returns too, the result of `_run_scorer`.
     """
     high = min(_HIGH_DESCRIPTOR, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 16)
     requests = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, high)

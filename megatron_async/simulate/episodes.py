@@ -44,7 +44,7 @@ class Response(SimulatedRequest):
         reward: Reward of the trajectory.
         plan: Turns of the episode; empty for a response without an environment.
         turn: Index of the current turn; -1 before the first turn.
-        call: Number of calls of the environment and of restarts, by which a reply from before a
+        call: Number of calls to the environment and of restarts, by which a reply from before a
             restart is recognized and ignored.
     """
 

@@ -1,12 +1,16 @@
 """Estimates memory and time of the choices for recomputing activations (`trainer.recompute`).
 
-Bytes that a layer of Megatron's local kind keeps for its backward pass in bfloat16, counted from
-its operations, as Korthikanti et al. do (arXiv 2205.05198, section 4) for a GPT layer: both norms
-keep their input and output (8 bytes a token and hidden unit); attention keeps its projected
-queries, keys and values, the rotated queries and keys, and its output; the gated feed-forward block
-keeps both halves of its first product and the gated result (6 bytes a token and unit of its width).
+Memory is the number of bytes that a layer keeps for its backward pass in bfloat16. The layer is
+made of Megatron's own modules, not of Transformer Engine's. Its bytes are added up operation by
+operation, as Korthikanti et al. (arXiv 2205.05198, section 4) do for a GPT layer:
 
-Work is counted in forward passes of the whole model.
+- Both norms keep their input and output (8 bytes per token and hidden unit).
+- Attention keeps its projected queries, keys and values, the rotated queries and keys, and its
+  output.
+- The gated feed-forward block keeps both halves of its first product and the gated result (6 bytes
+  per token and unit of its width).
+
+Time is the work of recomputation, counted in forward passes of the whole model.
 """
 
 from megatron_async.config.model import Recompute

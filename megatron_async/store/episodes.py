@@ -68,7 +68,7 @@ class EpisodeWriter:
         Args:
             state: The store's content in memory.
             writer: The store's writer thread.
-            serials: Serial numbers for new calls of environments. The store numbers its generation
+            serials: Serial numbers for new calls to environments. The store numbers its generation
                 requests from the same iterator, so that no two calls or requests have the same
                 number.
             move: Function of the store that changes the state of a trajectory.

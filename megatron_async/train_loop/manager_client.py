@@ -4,7 +4,7 @@
 Only trainer rank 0 has a link. A failure of the rollout side arrives as `ComponentFailure` with the
 manager's own message. The loss of a manager that will be restarted arrives as `ManagerLost`; the
 trainer then attaches to the new manager and continues. Every call carries the trainer's lineage, so
-that the manager can refuse calls of a trainer that has been superseded by a newer start.
+that the manager can refuse calls by a trainer that has been superseded by a newer start.
 """
 
 import time
@@ -61,10 +61,13 @@ class RolloutLink(ABC):
         limit: float,
         unless_stopped: bool = False,
     ) -> R:
-        """Run `call` on the rollout manager for this trainer's lineage and return its result.
+        """Run `call` on the rollout manager and return its result.
+
+        The call carries this trainer's lineage, a number that grows by one at every resume of the
+        run. The manager refuses the call if no trainer of this lineage is attached.
 
         Args:
-            call: A function of the manager and the lineage.
+            call: Function that makes the call; it gets the manager and the lineage.
             limit: Seconds after which the call fails.
             unless_stopped: Whether a request to stop the run ends the wait with StopAsked.
         """

@@ -138,8 +138,8 @@ class PolicyModel(GPTModel):
         )
 
     def _packed_seq_params(self, stream: PackedInputs) -> PackedSeqParams:
-        """Return the borders of the packed sequences (and rotations for local layers) as attention
-        needs them."""
+        """Return the borders of the packed sequences, and for layers without Transformer Engine the
+        rotations, as attention needs them."""
         borders = {
             "cu_seqlens_q": stream.cu_seqlens_S1,
             "cu_seqlens_kv": stream.cu_seqlens_S1,
@@ -157,7 +157,7 @@ class PolicyModel(GPTModel):
         return RotaryStream(qkv_format="sbhd", rotations=rotations, **borders)
 
     def _angles_of_the_longest(self, stream: PackedInputs) -> Tensor | None:
-        """Return the rotary angles for Transformer Engine's layers; None for local layers.
+        """Return the rotary angles for Transformer Engine's layers; None for other layers.
 
         Transformer Engine's fused kernel restarts positions at each sequence, so one table for the
         longest sequence is enough.

@@ -64,7 +64,7 @@ class TensorCopy:
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor whose copies differ, and the groups of ranks whose copies agree with each other."""
+    """A tensor whose copies on several ranks differ, and the groups of ranks whose copies agree."""
 
     name: str
     rank_groups: tuple[tuple[int, ...], ...]
@@ -74,7 +74,7 @@ class Difference:
 
 
 def differences(reports: Sequence[Report]) -> list[Difference]:
-    """Return the tensors whose copies differ, from the reports of all ranks."""
+    """Return the tensors whose copies on several ranks differ, from the reports of all ranks."""
     totals: defaultdict[str, defaultdict[int, int]] = defaultdict(lambda: defaultdict(int))
     holders: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for rank, report in enumerate(reports):
@@ -126,7 +126,8 @@ class ReplicaCheck:
             self._compared = True
 
     def compare(self) -> list[Difference]:
-        """Return the tensors whose copies differ, the same on every rank. Collective."""
+        """Return the tensors whose copies on several ranks differ; every rank gets the same result.
+        Collective."""
         if not self._shared:
             return []
         copies = [
@@ -139,7 +140,8 @@ class ReplicaCheck:
         return differences(_gathered(report))
 
     def require_equal(self) -> None:
-        """Raise ComponentFailure on all ranks if any copies differ. Collective."""
+        """Compare all weights that several ranks store; if any rank's copy of a weight differs from
+        another rank's, raise ComponentFailure on every rank. Collective."""
         found = self.compare()
         if found:
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""

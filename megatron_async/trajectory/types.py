@@ -122,8 +122,8 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Consecutive tokens of a response that have one author: one policy version, or the
-    environment.
+    """Consecutive tokens of a response that have one author: one policy version on one engine, or
+    the environment.
 
     All arrays, including further columns, have one entry for each of the segment's n tokens.
     """

@@ -24,8 +24,10 @@ SENDERS_AT_ONCE: Final = 1
 
 
 class EarlierStageFailed(ComponentFailure):
-    """The previous pipeline stage has failed to send its weights; its own leader reports the
-    reason."""
+    """Raised in a pipeline stage if an earlier stage has failed to send its weights.
+
+    The leader of the stage that failed first reports the reason.
+    """
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class StageOrder:
         """Wait for the token of the previous stage, and return it.
 
         Raises:
-            EarlierStageFailed: If a previous stage has failed.
+            EarlierStageFailed: If an earlier stage has failed.
         """
         return StageToken()
 

@@ -410,7 +410,7 @@ async def test_run_ends_with_an_error_when_every_environment_call_fails(
     environment = {"arguments": {"always": True}}
     one = Run(tmp_path, configured(tokenizer, game="Hostile", environment=environment))
     await one.begin(ResumePoint(0))
-    sentence = r"64 calls of environment.name '.*Hostile' failed in a row and none succeeded"
+    sentence = r"64 calls to environment.name '.*Hostile' failed in a row and none succeeded"
     with pytest.raises(ComponentFailure, match=sentence):
         await one.train(range(1))
     await one.manager.stop()

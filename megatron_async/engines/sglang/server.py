@@ -9,16 +9,19 @@ imports the main module first, so the module level installs them; a forked proce
 - Every streamed chunk has the version of each of its tokens (`meta_info.weight_versions`). SGLang
   itself reports them only in the last chunk, so that tokens around a weight update could not be
   attributed. The hook uses SGLang's own plugin registry and its own function for these spans.
-- `POST /receive_weights` receives weights as differences (receiver.py).
+- `POST /receive_weights` makes published weights complete on this machine, from their differences
+  to the previous version or from a whole copy (receiver.py).
 - The next bucket of broadcast weights is received while one is loaded (weight_updater.py).
 - No request reuses a prompt prefix that older weights have computed (prefix.py).
-- Requests that verify the engine run before waiting ones (queue.py).
+- The requests by which the trainer verifies this engine after a weight update run before all other
+  waiting requests (queue.py).
 - Weights may change in place in spite of SGLang's overlap scheduler and its watchdog
   (in_flight.py).
 - A lifeline: the server ends itself and all its processes at once when the process that started it
   ends or closes the lifeline. (SGLang itself checks for SIGTERM only every five seconds.)
 - The server starts faster, and aborts can be repeated (hooks.py).
-- The schedulers' load files are in the server's own directory, which is removed with it.
+- The files in which SGLang's schedulers report their load (such as their number of running
+  requests) are in the server's own directory, which is removed with the server.
 
 Invariants
 - Each server has one process group, led by this process. Killing the group leaves no process.
@@ -38,7 +41,7 @@ from megatron_async.runtime.garbage_collection import gc_disabled
 # Passes the server's key, because every user of a machine can read command lines.
 KEY_VARIABLE = "MEGATRON_ASYNC_ENGINE_KEY"
 CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
-# Names the server's own directory, which is removed with it.
+# Names the server's own directory, which is removed with the server.
 DIRECTORY_VARIABLE = "MEGATRON_ASYNC_ENGINE_DIRECTORY"
 # Defined here, so that processes that only start servers need not import torch.
 CPU_ATTENTION_BACKEND = "torch_batched"
@@ -79,7 +82,8 @@ def _import_dumper() -> None:
 
 
 def _loads_in_own_directory(original: Callable[[str], str], name: str) -> str:
-    """Hook around the path of the schedulers' load files: put them into the server's own directory.
+    """Hook around SGLang's choice of the path of a file in which a scheduler reports its load: put
+    the file into the server's own directory.
 
     SGLang would use /dev/shm, which is memory.
     """

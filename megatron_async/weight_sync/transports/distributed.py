@@ -219,8 +219,9 @@ class DistributedSender(WeightSender):
         leaving = self.calls.start(
             "destroy_weights_update_group", lambda _: {"group_name": link.name}, CLEANUP_SECONDS
         )
-        # When an engine leaves the group, the broadcast to it ends. Closing our connections ends a
-        # receive that an engine has posted or is stuck in, so that this engine can leave as well.
+        # An engine that leaves the group ends the broadcast to itself. An engine that has posted a
+        # receive, or is blocked in one, can leave only after the receive has ended. Closing this
+        # process's connections ends the receive.
         link.drop()
         for future in leaving:
             future.exception()
