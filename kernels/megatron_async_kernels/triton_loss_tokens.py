@@ -1,6 +1,5 @@
 # Kernel arguments are tensors and constants of the Triton compiler, which types them itself.
 # mypy: allow-untyped-defs
-# Nested ifs keep the compiler from evaluating a branch that does not exist.
 """Provides the loss kernel over tokens: losses, gradients and metric sums in one read of the
 streams.
 

@@ -80,15 +80,17 @@ async def sample(
     tokens: int,
     timeout_seconds: float,
 ) -> list[ProbeSample]:
-    """Have an engine continue the prompts by at least `tokens` tokens in total; return the
+    """Have an engine continue the prompts, all by the same number of tokens; return the
     continuations.
 
-    A prompt that the engine refuses as invalid is left out, because the refusal is no evidence
-    about the engine.
+    The number is `tokens` divided by the number of prompts, rounded up. A prompt that the engine
+    refuses as invalid is left out, because the refusal is no evidence about the engine. The
+    continuations may then have fewer than `tokens` tokens in total.
 
     Raises:
         EngineError: The engine makes no token for `timeout_seconds`, refuses every prompt, fails
-            three times on one prompt, or generates with another version than `version`.
+            three times on one prompt, ends a continuation early, or generates with another version
+            than `version`.
     """
     each = -(-tokens // len(prompts))
     requests = [

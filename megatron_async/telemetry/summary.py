@@ -106,7 +106,7 @@ class RunSummary:
     """Totals of one run. Shares are of trained sequences or tokens; times are in seconds.
 
     Attributes:
-        steps: Number of trained steps.
+        steps: Number of trained steps, without steps that a resume abandoned.
         ess: Raw effective sample size per token; None if not measured.
         rewards: Mean training reward at the start and at the end, over up to five steps each.
     """
@@ -171,8 +171,10 @@ def _evaluated(lines: Sequence[Mapping[str, float]]) -> Iterator[EvaluatedSet]:
 def summarize(directory: RunDirectory) -> RunSummary:
     """Compute the totals of the run in `directory`.
 
-    Counts and times are of all steps that were trained, of every lineage; all other values are of
-    the surviving lineage.
+    A resume continues from a checkpoint and abandons the steps that were trained after it.
+    Abandoned steps count in the generated tokens, the two rates in tokens per second, the numbers
+    of scores and of failed scores, and the seconds of each phase. All other values, including the
+    number of steps, are of the surviving lineage.
     """
     train = read_metrics(directory.metrics_file)
     evaluations = read_metrics(directory.metrics_file, kind="eval")

@@ -159,17 +159,22 @@ def _trainable(trajectory: Trajectory) -> list[tuple[BranchSpan, ...]]:
     """Return the branches of a trajectory, each of which is one sequence to train on.
 
     A branch is a path through the turns of an episode; a trajectory without turns is one branch.
+    A branch must begin with a token of the prompt or, if the prompt is empty, of the environment,
+    because a policy token without a preceding token has no log-prob.
 
     Raises:
-        ValueError: If the trajectory has no reward or an empty prompt, so that it cannot be trained
-            on.
+        ValueError: If the trajectory has no reward, or a branch has no token before its first
+            policy token.
     """
     name = f"trajectory {trajectory.trajectory_id}"
     if trajectory.reward is None:
         raise ValueError(f"{name} is {trajectory.state} and has no reward; it cannot be batched")
     branches = trajectory.spans()
     if not all(map(_opening, branches)):
-        raise ValueError(f"{name} has an empty prompt; its first token would have no log-prob")
+        raise ValueError(
+            f"{name} has a branch that does not begin with a prompt or environment token; the "
+            "branch's first policy token would have no log-prob"
+        )
     return branches
 
 

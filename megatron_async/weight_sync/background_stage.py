@@ -9,7 +9,8 @@ While one bucket is sent, written or loaded on that thread, the caller gathers t
 Invariants
 - Items are processed in order, one at a time. At most two exist: the one that is processed, and the
   next one, which the caller makes.
-- An error of the work is raised by the next `put` or at the end of the block. None is lost.
+- An error of the work is raised by the next `put` or at the end of the block, unless the block ends
+  with another exception.
 """
 
 import time

@@ -150,7 +150,7 @@ def test_pack_groups_names_trajectory_that_cannot_be_trained_on() -> None:
     with pytest.raises(ValueError, match="lineage 0"):
         pack_groups([group(good)], step=4, lineage=1, branch_points={})
     empty = Prompt(np.empty(0, np.int32), "task")
-    with pytest.raises(ValueError, match="empty prompt"):
+    with pytest.raises(ValueError, match="does not begin with a prompt or environment token"):
         pack_groups(
             [group(scored(1, 1, empty, segment([3], (0, 0))))],
             step=0,
