@@ -4,9 +4,10 @@ Only groups that no restorable checkpoint needs are moved. The export file is a 
 line for each removed trajectory (see `export`); `store.export: none` removes groups without it.
 
 Invariants
-- A group is removed only when each of its trajectories is dropped, or is consumed (in a batch that
-  is trained for good) as seen from the current lineage, from the checkpoint that is
-  `compact_after_checkpoints` checkpoints old, and from every checkpoint that can still be restored.
+- A trajectory is consumed at a policy version if the weights of that version were trained on its
+  batch. A group is removed only when each of its trajectories is dropped, or is consumed on the
+  current lineage, at the checkpoint that is `compact_after_checkpoints` checkpoints old, and at
+  every checkpoint that can still be restored.
 - A trajectory has a line in the export file exactly when it is no longer in the database: lines are
   on disk before the removal is committed, and the length of the file is committed in the same
   transaction as the removal. Lines beyond that length, which a crash may leave, are cut off the
@@ -63,8 +64,8 @@ class Plan:
 
     Attributes:
         groups: Ids of the groups.
-        consumed_by: For each trajectory that is consumed as seen from every restorable checkpoint,
-            the batch that consumed it on the current lineage.
+        consumed_by: For each trajectory that is consumed on the current lineage and at every
+            restorable checkpoint, the batch that consumed it on the current lineage.
         batches_of: For each trajectory, the keys of all batches (of any lineage) that contain it.
         restorable: The checkpoints that can be restored without these groups.
     """
@@ -103,9 +104,12 @@ def plan(
 ) -> Plan:
     """Choose the groups that compaction can remove from the database, because no resume needs them.
 
-    A group is chosen if each of its trajectories is dropped, or is consumed (in a batch that is
-    trained for good) as seen from lineage `lineage`, from the checkpoint `oldest`, and from every
-    checkpoint in `kept`.
+    A trajectory is consumed at a policy version if the weights of that version were trained on its
+    batch. A group is chosen if each of its trajectories is dropped, or is consumed on lineage
+    `lineage`, at the checkpoint `oldest`, and at every checkpoint in `kept`.
+
+    A store that was replaced by an older database may have lost the lineage of a checkpoint in
+    `kept`. Such a checkpoint is ignored, because the store has no trajectories of its lineage.
 
     Args:
         tree: All lineages of the store.
@@ -114,10 +118,8 @@ def plan(
         groups: Trajectory ids of every group, by group id.
         dropped: Ids of the dropped trajectories.
         kept: The checkpoints that can still be restored.
-        oldest: The checkpoint that `horizon` returns; None chooses no group.
-
-    A store that was replaced by an older database may have lost the lineage of a checkpoint in
-    `kept`. Such a checkpoint is ignored, because the store has no trajectories of its lineage.
+        oldest: The checkpoint that is `store.compact_after_checkpoints` checkpoints old (see
+            `horizon`). None if no checkpoint is that old; no group is then chosen.
     """
     if oldest is None:
         return Plan()

@@ -88,7 +88,8 @@ class Exported(Document):
 
     Attributes:
         bytes: Committed length of the export file; 0 if nothing was exported.
-        batched: Number of removed trajectories that were consumed (trained for good).
+        batched: Number of removed trajectories that were consumed: when they were removed, the
+            weights of every checkpoint that could be restored had been trained on them.
         dropped: Number of removed trajectories that were dropped, by reason.
         groups: Ids of the removed groups, as closed intervals in ascending order.
         at: The checkpoints that could be restored when consumed trajectories were last removed.

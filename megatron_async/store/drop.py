@@ -38,8 +38,8 @@ def drop_group_of(
     Args:
         path: The store's name, RUN/trajectories.sqlite.
         trajectory_id: Any trajectory of the group.
-        committed: The run's newest checkpoint, whose batches are trained for good; None if the run
-            has no checkpoint.
+        committed: The run's newest checkpoint. A trajectory that it was trained on cannot be
+            dropped. None if the run has no checkpoint.
         directory: The setting `store.directory`.
 
     Returns:

@@ -397,8 +397,8 @@ class StoreReader:
     def summaries(self, state: TrajectoryState | None = None) -> list[TrajectorySummary]:
         """Return a summary of every trajectory in the database, in ascending order of ids.
 
-        If `state` is given, only trajectories in that state are returned. Whether a trajectory is
-        `batched` is seen from the newest lineage.
+        If `state` is given, only trajectories in that state are returned. A trajectory is `batched`
+        if it is consumed on the newest lineage.
 
         Raises:
             UserError: The database is damaged.

@@ -9,8 +9,8 @@ Invariants
   What the replica does not contain is lost, and is named in a message; rollouts can be generated
   again.
 - Losing data is preferred to training on it twice: when transactions are missing that the trainer
-  has already seen (`position`), every group that is not known to be consumed is excluded from
-  training for good.
+  has already seen (`position`), every group that is not known to be consumed is permanently
+  excluded from training.
 - Ids of lost groups are not used again.
 - A copy shows its source at one moment, whatever is written meanwhile. It gets its final name only
   when it is complete and on disk.

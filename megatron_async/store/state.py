@@ -81,7 +81,7 @@ class StoreState:
     recovery: Recovery | None = None
 
     def counts(self) -> dict[str, int]:
-        """Return the number of trajectories in each state, as seen from the current lineage.
+        """Return the number of trajectories in each state on the current lineage.
 
         Trajectories that compaction removed count as batched or dropped.
         """

@@ -374,7 +374,7 @@ class TrajectoryStore:
             self._writer.execute(f"DELETE FROM {earlier}", (trajectory_id, record.row.attempt))
 
     def drop(self, trajectory_id: int, reason: DropReason) -> None:
-        """Drop a trajectory from the run for `reason`, for good and on every lineage.
+        """Drop a trajectory from the run for `reason`, permanently and on every lineage.
 
         Raises:
             LookupError: The trajectory is not in the store.
