@@ -1,6 +1,7 @@
 # Kernel arguments are tensors and constants of the Triton compiler, which types them itself.
 # mypy: allow-untyped-defs
-# Nested ifs keep the compiler from evaluating a branch that does not exist.
+# Conditions on constants in SPEC are nested, not joined: if the outer one is false, the compiler
+# evaluates neither the inner one nor its body, which may read a setting that does not exist.
 # ruff: noqa: SIM102
 """Provides device functions that compute the loss of a block of tokens.
 

@@ -93,17 +93,18 @@ def rapid_advantages(
     """Return A_i = R_i - (1/N_k) sum_j min(w_j, eta) R_j over the N_k generations of prompt k
     (RAPID).
 
-    w_j = exp(c(log pi_theta(y_j | x) - log mu(y_j | x))) is the weight of the whole generation
-    under the current policy, so it changes with every update. The paper's Eq. 5 prints max(w_j,
-    eta). Its text says that the clip bounds the weight and that 5 % of the weights are clipped,
-    which only min fits.
+    w_j = exp(l_j) is the importance weight of the whole generation y_j, where
+    l_j = log pi_theta(y_j | x) - log mu(y_j | x), pi_theta is the current policy and mu is the
+    policy that generated y_j. So w_j changes with every update. The exponent l_j is clamped to
+    [-bound, bound]. The paper's Eq. 5 prints max(w_j, eta). Its text says that the clip bounds the
+    weight and that 5 % of the weights are clipped, which only min fits.
 
     Args:
-        log_weights_S: log w_j before clamping.
+        log_weights_S: l_j of each generation, not clamped yet.
         eta: Upper bound of the weights.
         leave_one_out: Whether j = i is left out of the sum, which is then divided by N_k - 1. A
             group of one has baseline 0.
-        bound: Bound of c, which clamps log-ratios to [-bound, bound].
+        bound: Largest absolute value of a clamped l_j.
     """
     count_G, _ = _group_sums(rewards_S, group_index_S)
     weight_S = log_weights_S.clamp(-bound, bound).exp().clamp(max=eta)

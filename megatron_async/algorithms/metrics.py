@@ -5,7 +5,8 @@ Invariants
   microbatches or ranks.
 - A mean over nothing is left out; it is not reported as 0.
 
-"Raw" weights are exp(c(log pi_theta - log pi_rollout)) before any truncation.
+"Raw" weights are exp(c(log pi_theta - log pi_rollout)) before any truncation. As in
+`megatron_async_kernels.loss_types`, c(x) = clamp(x, -SAFETY_BOUND, SAFETY_BOUND).
 """
 
 import math

@@ -163,7 +163,7 @@ def _write_pieces(
         source: The Hugging Face tensors.
         folder: Where the files are written.
         cast: Precision of the values; None keeps it.
-        advance: Called with the number of bytes after each shard.
+        advance: Called after each shard, with its number of bytes.
     """
     tallies: dict[str, TensorTally] = {}
     with ExitStack() as stack:
@@ -227,9 +227,9 @@ def megatron_to_hf(
         destination: The Hugging Face directory to create.
         model: Directory whose config and tokenizer are copied. None means the Hugging Face files
             that a converted checkpoint contains, or else the model that the run started with.
-        dtype: Precision of the written weights. With None, the weights of a run's checkpoint get
-            the precision of config.json, as at the end of a run, and the weights of a converted
-            checkpoint keep their stored precision.
+        dtype: Precision of the written weights. For None it is the precision in config.json if
+            a run saved the checkpoint (as in the export at the end of a run), and the stored
+            precision if the checkpoint was converted from a Hugging Face directory.
         max_shard_bytes: Size limit of an output file.
         family: Architecture family, as setting `model.family`; empty means from config.json.
 
@@ -275,9 +275,10 @@ def _hf_tensors(
     verified.
 
     Args:
-        cast: Precision of the tensors; None keeps the precision of the model's parameters, or of a
-            converted checkpoint's stored tensors.
-        advance: Called with the number of elements after each parameter.
+        cast: Precision of the returned tensors. For None it is the precision of the trained model
+            if a run saved the checkpoint, and the stored precision if the checkpoint was converted
+            from a Hugging Face directory.
+        advance: Called after each parameter has been read, with its number of elements.
     """
     precision = checkpoint.manifest.trainer.get(PARAMETER_DTYPE)
     for parameter_id in stage_parameter_ids(a, 0, 1):
@@ -329,9 +330,8 @@ def _hf_files_of(checkpoint: Checkpoint, model: Path | str | None) -> Path:
     """Return the directory with the config.json and tokenizer that belong to a checkpoint.
 
     Args:
-        model: The directory that the user named. If it is None, the result is the directory that
-            the conversion has stored in the checkpoint or, for a run's checkpoint, `model.path` of
-            the run.
+        model: The directory that the user named. None means the directory in the checkpoint if it
+            was converted, or else the model that the run started with.
 
     Raises:
         UserError: If `model` is None, and the checkpoint was not converted and is not in a run

@@ -53,12 +53,12 @@ class SamplingConfig(Settings):
     truncation."""
 
     def check(self) -> None:
-        """Check that log-probs describe what engines sample."""
+        """Check that the log-probs of engines describe the distribution that they sample from."""
         if not temperature_fits(self.temperature):
             raise ValueError(
                 f"sampling.temperature must lie between {MIN_TEMPERATURE:g} and "
-                f"{MAX_TEMPERATURE:g}, got {self.temperature:g}; outside, log-probs do not "
-                "describe how tokens are drawn"
+                f"{MAX_TEMPERATURE:g}, got {self.temperature:g}; outside this range, the log-probs "
+                "of an engine do not describe the distribution that it samples from"
             )
         if self.top_k != -1 and self.top_k < 1:
             raise ValueError(

@@ -77,7 +77,12 @@ _BREAKING_VARIABLES = re.compile(
 
 
 def temperature_fits(temperature: float) -> bool:
-    """Return whether log-probs at this temperature describe how tokens are drawn."""
+    """Return whether an engine's log-probs at this temperature describe the distribution that it
+    samples from.
+
+    Such temperatures range from `MIN_TEMPERATURE` to `MAX_TEMPERATURE`. At 0, SGLang decodes
+    greedily.
+    """
     return MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE
 
 

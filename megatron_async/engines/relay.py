@@ -39,7 +39,9 @@ from megatron_async.trajectory.types import PolicyVersion
 
 _LONGEST_PAUSE_SECONDS = 0.1
 _PAUSE_PER_STREAM_SECONDS = 25e-6  # The pause is longest from 4,000 streams on.
-# A message costs the manager about 0.5 ms, so up to ten engines use 5 % of its time.
+# A report costs the manager about 0.5 ms. The pause grows by 10 ms with each engine, so the reports
+# of up to ten engines together use at most 5 % of the manager's time. With more engines, the pause
+# stays at `_LONGEST_PAUSE_SECONDS` and the share grows.
 _PAUSE_PER_ENGINE_SECONDS = 10e-3
 # Pause after an abort; short, because a weight update waits until aborted streams have ended.
 _PAUSE_OF_ABORTS_SECONDS = 10e-3

@@ -222,17 +222,22 @@ class ConfigReader:
         return key, self.mapping(key, self.raw.get(key) or {})
 
     def rope(self, default_theta: float = 1e4) -> Rope:
-        """Read the rope from `rope_theta` and `rope_scaling`, or from `rope_parameters`.
+        """Read the rope (rotary embedding) from `rope_scaling` or, if that is not set, from
+        `rope_parameters`.
 
-        transformers and SGLang ignore `rope_parameters` if `rope_scaling` exists too.
-        `rope_parameters` is then refused unless it describes the same rope, or only the same base
-        without scaling.
+        The base is the `rope_theta` in these settings or, if they have none, the `rope_theta` of
+        config.json itself.
+
+        If config.json has both `rope_scaling` and `rope_parameters`, transformers and SGLang ignore
+        `rope_parameters`. It is then accepted in two cases: it describes the same rope as
+        `rope_scaling`, or it describes a rope with the same base and no scaling.
 
         Args:
             default_theta: The base if config.json has none.
 
         Raises:
-            UserError: If the settings are contradictory, invalid or not supported.
+            UserError: If a setting is invalid or not supported, or if `rope_parameters` contradicts
+                `rope_scaling`.
         """
         key, settings = self.rope_settings()
         ignored = self.mapping("rope_parameters", self.raw.get("rope_parameters") or {})

@@ -198,8 +198,8 @@ def sender_tensors(
     Args:
         chunks: This rank's model chunks.
         architecture: The architecture of the model.
-        dtype: Precision to which tensors are cast before they are sent; None keeps that of the
-            parameters.
+        dtype: Precision to which tensors are cast before they are sent; None for the precision of
+            the parameters.
     """
     parameter = next(chunks[0].parameters())
     dtype = dtype or parameter.dtype

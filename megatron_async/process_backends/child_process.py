@@ -177,12 +177,16 @@ class ChildProcess(subprocess.Popen[bytes]):
     def why(self) -> str:
         """Return why the process ended, to be appended to a sentence that says that it ended.
 
-        This is the cause that its log shows, or else the end of the log.
+        This is the cause that its log shows or, if the log shows none, the last lines of the log.
         """
         return self._why(self.output())
 
     def _why(self, text: str) -> str:
-        """Return the cause in the output `text`, or its end, to be appended to a sentence."""
+        """Return why the process ended, to be appended to a sentence that says that it ended.
+
+        This is the cause that the process's output `text` shows or, if it shows none, the last
+        lines of `text`. Both are returned with the path of the log.
+        """
         cause = cause_in_log(text)
         if cause is not None:
             return f": {cause}; its log is {self.log}"

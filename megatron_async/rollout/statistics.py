@@ -164,11 +164,12 @@ class RolloutStatistics:
         self._kv_usage.pop(engine_id, None)
 
     def scored(self, detail: Mapping[str, float], seconds: float) -> None:
-        """Count a score that a waiting response got, or its failure; `detail` has the score's named
-        components.
+        """Count one response whose scoring has ended, with a score or with a failure.
 
         Args:
-            seconds: Time that the score took.
+            detail: The score's named components, among them a count for each fault in
+                `SCORER_FAULTS` that occurred and, if known, the price paid for the score.
+            seconds: Time that the scoring took.
         """
         self._unscored -= 1
         self.counts.scores += 1

@@ -99,7 +99,8 @@ def train_locally(
 ) -> None:
     """Run all training steps of `config` in this process.
 
-    Failures are raised with their traceback, as the components of a large run raise them.
+    An exception in the trainer or in the rollout manager propagates to the caller with its
+    traceback.
 
     Args:
         config: The run's settings.

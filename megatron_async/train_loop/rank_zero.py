@@ -41,7 +41,8 @@ def patience_seconds(config: RunConfig) -> float:
 class RankZero:
     """Runs functions on rank 0 and gives every rank the result.
 
-    `group` is the process group in which ranks wait; None for the default group with its own limit.
+    `group` is the process group in which the other ranks wait for rank 0. None means the default
+    group, whose time limit is that of every collective (see `trainer.parallel`).
     """
 
     group: dist.ProcessGroup | None = None

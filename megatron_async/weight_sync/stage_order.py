@@ -36,7 +36,8 @@ class StageToken:
 
     Attributes:
         names: Names of the tensors that they have sent.
-        written: Entries of the files that they have written.
+        written: Manifest entries of the files that they have written; empty for transports without
+            files.
         failed: Whether one of them has failed.
     """
 

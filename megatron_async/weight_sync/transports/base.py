@@ -114,8 +114,8 @@ class Transfer:
         self._last_lap = now
 
     def turn(self) -> Mapping[str, Any]:
-        """Wait until the previous stages have sent their layers; return the entries that they have
-        written."""
+        """Wait until the previous stages have sent their layers; return the manifest entries of the
+        files that they have written (empty for transports without files)."""
         if self._before is None:
             self._asked = True
             self._before = before = self._order.take()

@@ -87,7 +87,11 @@ class _StageWriter(ShardWriter):
         return name, data
 
     def with_stages_before(self, before: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the entries of previous stages. `files` is None if any stage has no differences."""
+        """Return the manifest entries of all shards that this stage and the previous stages wrote.
+
+        In addition to `shards` and `owners`, there is the field `files` of `VersionManifest`, with
+        the differences. It is None if any stage has no differences.
+        """
         files, earlier = self.files, before.get("files", {})
         both = None if files is None or earlier is None else {**earlier, **files}
         return {**super().with_stages_before(before), "files": both}

@@ -56,7 +56,11 @@ class ShardWriter:
         transfer.report.phases["write"] += writes.busy_seconds
 
     def with_stages_before(self, before: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of this stage together with those of previous stages."""
+        """Return the manifest entries of all shards that this stage and the previous stages wrote.
+
+        The entries are the fields `shards` and `owners` of `VersionManifest`. `before` has them for
+        the previous pipeline stages.
+        """
         return {
             "shards": {**before.get("shards", {}), **self.shards},
             "owners": {**before.get("owners", {}), **self.owners},

@@ -3,10 +3,11 @@
 The backend is gloo or NCCL.
 
 Invariants
-- Each pipeline stage has its own group, in which its sender is rank 0. The group is joined on the
-  store path that SGLang's `init_custom_process_group` uses, but as a bare backend. The trainer's
-  default group and the global tables of `torch.distributed` are never touched, and the group can be
-  discarded at any time.
+- Each pipeline stage has its own group, in which its sender is rank 0. Engines join the group with
+  SGLang's `init_custom_process_group`. The sender joins it with a gloo or NCCL backend object that
+  it creates itself, on the same keys of the rendezvous store (`rendezvous_store`). The object is
+  not registered in `torch.distributed`: the trainer's default group and the global tables are never
+  touched, and the sender can discard the group at any time.
 - Each group has a new port, and a name that no trainer on any host has used before, because an
   engine rejects a name that it knows.
 - A dead engine does not block the sender. Broadcasts are polled together with the HTTP calls that
@@ -71,7 +72,8 @@ def rendezvous_store(store: dist.Store, name: str, device: str) -> dist.Store:
 
 
 class _Link:
-    """The process group of one sender with the engines, as a bare gloo or NCCL backend."""
+    """The process group of one sender with the engines: a gloo or NCCL backend object that is not
+    registered in `torch.distributed`."""
 
     def __init__(self, name: str, backend: str, listener: socket.socket, world_size: int) -> None:
         self.name = name
