@@ -29,7 +29,7 @@ from megatron_async import train
 try:
     train("run.yaml")
 except KeyboardInterrupt:
-    print("interrupted", flush=True)
+    print("KeyboardInterrupt reached the cell", flush=True)
 time.sleep(600)  # The kernel of a notebook keeps running.
 """
 
@@ -112,7 +112,7 @@ def test_interrupted_or_restarted_notebook_leaves_no_process(
 ) -> None:
     run.process.send_signal(sign)
     if sign == signal.SIGINT:
-        run.until(lambda: "interrupted" in run.log.read_text(), 60)
+        run.until(lambda: "reached the cell" in run.log.read_text(), 60)
         assert run.remaining() == [] and run.process.poll() is None
     run.until(lambda: not run.remaining(), 45, running=False)
 
