@@ -244,13 +244,18 @@ def kl_to_reference(
     correction_T: torch.Tensor,
     config: LossConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the importance-weighted KL(pi || pi_ref) of each token, and its derivative with
-    respect to the token's log-prob.
+    """Estimate KL(pi || pi_ref) at each token with importance weights; return the estimate and its
+    derivative with respect to the token's log-prob.
 
-    d = log pi - log pi_ref, y = min(r, C). k2: sg(y) d^2 / 2. k3: y (exp(-d) - 1 + d) with y
-    differentiated where it is not truncated, so that its gradient r d (grad log pi) is that of the
-    KL (Schulman 2020, "Approximating KL divergence", for the estimators). The derivative there is d
-    itself: the sum (1 - exp(-d)) + k3 would lose it to cancellation.
+    Let d = log pi - log pi_ref, r the probability ratio, v the weight `correction_T`, and
+    y = v * min(r, kl_weight_upper). The estimate is
+
+    - k2: y * d^2 / 2, where y is not differentiated.
+    - k3: y * (exp(-d) - 1 + d), where y is differentiated if r is not truncated. Then the
+      derivative is v * r * d, which is the derivative of the KL itself.
+
+    For k3 the code uses d directly, because (1 - exp(-d)) + (exp(-d) - 1 + d) would lose it to
+    cancellation. The estimators are from Schulman 2020, "Approximating KL divergence".
     """
     ratio_T, _, inside_T = bounded_exp(log_ratio_T)
     weight_T = ratio_T.clamp(max=config.kl_weight_upper) * correction_T
