@@ -1,4 +1,4 @@
-"""An agent: a program that calls the policy and returns the reward of a row of data.jsonl."""
+"""An agent: a program that calls the policy for a row of data.jsonl and returns the reward."""
 
 from openai import AsyncOpenAI
 

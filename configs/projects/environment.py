@@ -1,4 +1,4 @@
-"""An environment: the policy has two attempts at a row of data.jsonl."""
+"""An environment: the policy has two attempts to solve a row of data.jsonl."""
 
 from megatron_async.environments import Answer, Step
 

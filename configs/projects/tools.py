@@ -1,15 +1,15 @@
-"""Tools: public methods with types and docstrings, which the policy may call."""
+"""Tools: public methods with type annotations and docstrings that the policy may call."""
 
 
 class Calculator:
     def reset(self, **row) -> None:
-        pass  # the prompt of the row opens the episode
+        pass  # The episode starts with the row's prompt.
 
     def add(self, a: int, b: int) -> int:
         """Add two integers.
 
         Args:
-            a: The first.
-            b: The second.
+            a: First integer.
+            b: Second integer.
         """
         return a + b
