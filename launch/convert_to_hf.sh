@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A run's newest checkpoint (or a named one) as a Hugging Face directory, for use inside a job. It
-# installs nothing: the environment is the one that launch/cluster_env.sh names.
+# Converts a run's newest checkpoint, or a named one, to a Hugging Face directory. For use inside a job:
+# it installs nothing and uses the Python environment that launch/cluster_env.sh selects.
 #   bash launch/convert_to_hf.sh runs/NAME DESTINATION [--dtype bfloat16] [--shard-gb 5]
 #   bash launch/convert_to_hf.sh runs/NAME/checkpoints/step_000100 DESTINATION
 set -euo pipefail

