@@ -1,6 +1,6 @@
-"""Builds the wheel; everything about the project stands in pyproject.toml.
+"""Builds the wheel. All metadata of the project is in pyproject.toml.
 
-A wheel carries the launch scripts and example configurations, so that it works from any directory
+A wheel contains the launch scripts and example configurations, so that it works from any directory
 (megatron_async/files/package_files.py).
 """
 
@@ -15,11 +15,11 @@ OF_A_CLONE = ("setup_env.sh", "quickstart.sh", "test.sh", "requirements-*.txt")
 
 
 class BuildWithShipped(build_py):
-    """The package and what is shipped with it."""
+    """Build step that copies the package and the folders in `SHIPPED` into the wheel."""
 
     def run(self) -> None:
         super().run()
-        if self.editable_mode:  # a clone has them beside the package
+        if self.editable_mode:  # A clone has these folders next to the package.
             return
         for name in SHIPPED:
             target = Path(self.build_lib) / "megatron_async" / "_shipped" / name
