@@ -3,7 +3,7 @@
 
 class Calculator:
     def reset(self, **row) -> None:
-        pass  # the row's prompt opens
+        pass  # returns None, so the row's prompt is the first message
 
     def multiply(self, a: int, b: int) -> int:
         """Multiply two integers.
