@@ -1,4 +1,4 @@
-"""A program like any other that calls a model: it plays a game with it, and returns the reward."""
+"""An agent: a program that plays a guessing game with the policy and returns the reward."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""A class without `step`: its public typed methods are tools that the model may call."""
+"""An environment without `step`: its public typed methods are tools that the model may call."""
 
 
 class Calculator:
@@ -9,7 +9,7 @@ class Calculator:
         """Multiply two integers.
 
         Args:
-            a: The first.
-            b: The second.
+            a: First factor.
+            b: Second factor.
         """
         return a * b

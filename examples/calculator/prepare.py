@@ -1,7 +1,8 @@
-"""Make a small model, products to ask and conversations to imitate: `prepare.py OUT`.
+"""Create a small model, products as prompts, and conversations for fine-tuning: `prepare.py OUT`.
 
-Some of the conversations call the tool; the others state a number at once, which is mostly wrong,
-since a product of this size is more than the model can work out. RL finds out which pays.
+In some conversations, the model calls the tool. In the others, it states a random number at once,
+which is mostly wrong, because the model cannot calculate products of this size without the tool. In
+RL, the model learns from the reward that calls pay.
 """
 
 import argparse
@@ -16,7 +17,8 @@ from transformers.utils import get_json_schema
 
 from megatron_async.models.tiny_model import build_tiny_model
 
-# The names of the tools, then a line for each message: `>` before an answer, its end behind it.
+# Chat template: a line for each tool's name, then a line for each message. A response has `>`
+# before it and the end token after it.
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }}{{ '\\n' }}{% endfor %}"
     "{% for m in messages %}"
@@ -29,12 +31,12 @@ TOOLS = [get_json_schema(Calculator().multiply)]
 
 
 def asked(chance: random.Random) -> tuple[int, int]:
-    """Two numbers of two digits."""
+    """Return two random numbers of two digits."""
     return chance.randint(10, 99), chance.randint(10, 99)
 
 
 def conversation(chance: random.Random) -> dict[str, object]:
-    """A row to imitate."""
+    """Return a row for fine-tuning, whose response is a tool call or a random number."""
     a, b = asked(chance)
     messages = [{"role": "user", "content": f"{a}*{b}"}]
     if chance.random() < 0.4:

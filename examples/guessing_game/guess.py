@@ -1,4 +1,4 @@
-"""A game of many turns: guess a number by hints of higher and lower."""
+"""An environment of many turns: guess a number from the hints "higher" and "lower"."""
 
 import random
 

@@ -1,8 +1,8 @@
-"""Make a small model and games to imitate: `prepare.py OUT`.
+"""Create a small model, and games for fine-tuning: `prepare.py OUT`.
 
-In some of the games the player guesses the middle of what the hints have left, in the others it
-goes on by one, up or down as the hint has it. Imitation makes a model do both; RL finds out which
-wins.
+In some games, the player guesses the middle of the numbers that are still possible. In the others,
+the next guess is one higher or one lower than the last guess, as the hint says. Fine-tuning teaches
+the model both ways. In RL, it learns from the reward that the first way wins more often.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from megatron_async.environments import Answer
 from megatron_async.models.tiny_model import build_tiny_model
 
-# A conversation as lines of text: what is asked, `>` before an answer, its end behind it.
+# Chat template: a line for each message. A response has `>` before it and the end token after it.
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'assistant' %}>{{ m.content }}{{ eos_token }}"
@@ -27,7 +27,7 @@ TEMPLATE = (
 
 
 def game(seed: int, high: int) -> dict[str, object]:
-    """A row to imitate: the messages of one game, and its seed."""
+    """Return a row for fine-tuning: the messages of one game, and its seed."""
     environment, chance = Guess(high), random.Random(f"player {seed}")
     halves = chance.random() < 0.4
     low, most, guess = 1, high, (1 + high) // 2
@@ -47,7 +47,7 @@ def game(seed: int, high: int) -> dict[str, object]:
 
 
 def games(count: int, high: int) -> Iterator[str]:
-    """Rows of a JSONL file."""
+    """Generate `count` random games as the lines of a JSONL file."""
     seeds = random.Random("games")
     for _ in range(count):
         yield json.dumps(game(seeds.randrange(1 << 31), high)) + "\n"

@@ -1,4 +1,4 @@
-"""Train a language-model head without logits: log-probs and loss from hidden states."""
+"""Train the head of a language model from hidden states, without a tensor of logits."""
 
 import torch
 from megatron_async_kernels import Denominators, LossConfig, LossInputs, is_loss, token_logprob
@@ -14,15 +14,15 @@ def step(
     advantages_T: torch.Tensor,
     cu_seqlens_S1: torch.Tensor,
 ) -> float:
-    """One clipped policy-gradient step on packed sequences; leaves gradients, returns the loss."""
+    """Compute the PPO-clip gradients of packed sequences in `weight_VD.grad`; return the loss."""
     mask_T = torch.ones_like(advantages_T)
-    logprobs_T = token_logprob(hidden_TD, weight_VD, tokens_T)  # no [T, V] tensor is ever made
+    logprobs_T = token_logprob(hidden_TD, weight_VD, tokens_T)  # creates no [T, V] tensor
     inputs = LossInputs(
         logprobs_T.detach(), rollout_logprobs_T, advantages_T, mask_T, cu_seqlens_S1
     )
     count = Denominators(tokens=len(tokens_T), sequences=len(cu_seqlens_S1) - 1)
     out = is_loss(inputs, CONFIG, count)
-    logprobs_T.backward(out.dlogp_T)  # the loss comes with its gradient, in one pass
+    logprobs_T.backward(out.dlogp_T)  # `is_loss` returns the gradient with the loss
     return out.loss_sum.item()
 
 

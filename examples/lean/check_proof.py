@@ -1,7 +1,9 @@
-"""Check a Lean 4 proof: `check_proof.py PROJECT` reads it on standard input, the row as row.json.
+"""Check a Lean 4 proof: `check_proof.py PROJECT`, with the proof on standard input.
 
-A proof counts when Lean accepts it in PROJECT (a Lake project with Mathlib), it contains the row's
-own statement, and it uses neither `sorry` nor anything else that proves everything.
+The file row.json in the working directory contains the row. The exit status is 0 if all of these
+conditions hold: Lean accepts the proof in PROJECT (a Lake project with Mathlib), the proof contains
+the row's own statement, and it contains no word that `FORBIDDEN` matches. With such a word, for
+example `sorry` or `axiom`, Lean accepts proofs of anything.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ ENDING = re.compile(r"(:=\s*)?(by\s*)?(sorry\s*)?$")
 
 
 def without_blanks(text: str) -> str:
-    """Comments and blanks removed, so that layout does not matter."""
+    """Return `text` without comments and white space, so that comparisons ignore the layout."""
     return "".join(re.sub(r"/-.*?-/|--[^\n]*", "", text, flags=re.DOTALL).split())
 
 
 def main(project: str) -> int:
-    """Exit status 0 for a proof."""
+    """Return the exit status: 0 if Lean accepts the proof in `project`, else 1."""
     row = json.loads(Path("row.json").read_text())
     proof = sys.stdin.read()
     statement = ENDING.sub("", row["prompt"].rstrip())

@@ -1,9 +1,9 @@
-"""A model family of one's own: Mistral without a sliding window, which is Llama by another name.
+"""A user-defined model family: Mistral without a sliding window, whose structure is that of Llama.
 
-A `Family` is the `model_type` of config.json and two functions. The first reads config.json and
-refuses what the model must not have; the second gives the table of parameters: the names of each
-in Megatron and in the Hugging Face files, its shape and how it is split. A decoder of the usual
-build composes the rules of `models/decoder.py`.
+A `Family` has the `model_type` of config.json and two functions. The first reads config.json and
+refuses settings that the model does not implement. The second returns the table of parameters: each
+parameter's names in Megatron and in Hugging Face files, its shape, and how it is split over ranks.
+A decoder of the usual structure composes this table from the rules in `models/decoder.py`.
 """
 
 from megatron_async.models.architecture import Architecture, ConfigReader

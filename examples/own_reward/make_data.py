@@ -1,4 +1,4 @@
-"""Writes the Parquet file of this example: sums as text, with their answers and lengths."""
+"""Write the Parquet file of this example: sums as text, with their results and numbers of terms."""
 
 import random
 import sys

@@ -1,4 +1,4 @@
-"""Partial credit for a sum that is worked out in steps, as in "3+4=7;7-2=5#5"."""
+"""A reward with partial credit for a sum that is calculated in steps, as in "3+4=7;7-2=5#5"."""
 
 import re
 
@@ -6,7 +6,7 @@ from megatron_async.scoring.rewards import Sample
 
 
 def score(sample: Sample, for_steps: float = 0.3) -> tuple[float, dict[str, float]]:
-    """1 for the right answer; without it up to `for_steps`, by the share of steps that hold."""
+    """Return 1 for the right answer, else `for_steps` times the share of right steps."""
     work, _, answer = sample.response.partition("#")
     right = float(answer.strip() == sample.answer)
     steps = [holds(step) for step in work.split(";")]
@@ -15,6 +15,6 @@ def score(sample: Sample, for_steps: float = 0.3) -> tuple[float, dict[str, floa
 
 
 def holds(step: str) -> bool:
-    """Whether a step like "7-2=5" is true."""
+    """Return whether an equation such as "7-2=5" is true."""
     found = re.fullmatch(r"(-?\d+)([+-]\d+)=(-?\d+)", step.strip())
     return found is not None and int(found[1]) + int(found[2]) == int(found[3])

@@ -1,7 +1,8 @@
-"""An agent whose episodes are played by a process of another Python, one for each worker.
+"""An agent whose episodes are played in a process with another Python environment.
 
-A line of JSON for each episode goes in, one comes out: `tasksets.py` of this folder plays those of
-a taskset of `verifiers`, whose packages do not fit those of a run.
+Each worker of the run starts one such process, `tasksets.py` in this directory. For each episode,
+the agent writes one line of JSON to the process and reads one line of JSON from it. The process
+plays episodes of a taskset of `verifiers`, whose requirements conflict with those of a run.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from functools import cache
 
 
 class Process:
-    """A process of `command`, with the episodes that it plays."""
+    """A process that runs `command`, and the futures of the episodes that it plays."""
 
     def __init__(self, command: tuple[str, ...]) -> None:
         pipe = subprocess.PIPE
@@ -27,7 +28,7 @@ class Process:
         for line in self._process.stdout:
             end = json.loads(line)
             self._ends.pop(end["number"]).set_result(end)
-        process_of.cache_clear()  # the next episode starts another
+        process_of.cache_clear()  # the next episode starts a new process
         for waiting in self._ends.values():
             waiting.set_exception(RuntimeError("the process that plays the taskset has ended"))
 

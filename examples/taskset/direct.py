@@ -1,4 +1,4 @@
-"""A harness without a process: the chat loop of one answer, in the process of the taskset."""
+"""A harness that gets one response of the policy in the process of the taskset."""
 
 import verifiers.v1 as vf
 from openai import AsyncOpenAI

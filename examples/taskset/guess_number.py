@@ -1,4 +1,4 @@
-"""A taskset of one's own: a number is found by guesses, which the game answers as the user."""
+"""A taskset with a game: the policy guesses a number, and the game replies as the user."""
 
 import random
 from collections.abc import Iterator

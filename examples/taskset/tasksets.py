@@ -1,6 +1,8 @@
-"""Plays episodes of a taskset of `verifiers`: its settings are argv[1], episodes JSON lines.
+"""Play episodes of a taskset of `verifiers`: `tasksets.py SETTINGS`.
 
-In: number, seed, base_url, api_key. Out: number, reward, errors.
+SETTINGS is a JSON object with the settings of an environment of `verifiers`. Standard input has one
+JSON line for each episode, with number, seed, base_url and api_key. Standard output gets one JSON
+line for each ended episode, with number, reward and errors.
 """
 
 import asyncio
