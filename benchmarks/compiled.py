@@ -1,8 +1,9 @@
-"""Compiles the kernels for GPU architectures without a GPU, and reads what the binaries need.
+"""Compiles the kernels for GPU architectures without a GPU, and reads the binaries' resources.
 
 Invariants
-- What is compiled is what the launchers launch: the same kernels, tile tables and flags.
-- Numbers come from the binary (`cuobjdump` of the triton package), not from estimates.
+- The compiled kernels, tile tables and flags are the same as those that the launchers use.
+- Numbers are read from the binary with tools of the triton package (`cuobjdump`, `ptxas`). None is
+  an estimate.
 """
 
 from __future__ import annotations
@@ -45,16 +46,17 @@ from triton.compiler import ASTSource
 
 from benchmarks.reporting import table
 
-# Bytes of shared memory that one block may use (CUDA programming guide, compute capabilities).
+# Bytes of shared memory that one block may use, by compute capability (CUDA programming guide).
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
 @dataclass(frozen=True)
 class KernelBuild:
-    """One kernel with the types and constants of one launch.
+    """A kernel with the types and constants of one launch.
 
-    `types` maps every runtime argument to its triton type; arguments in `aligned` are known to
-    be multiples of 16 (as the launcher's specialization finds them).
+    Attributes:
+        types: Triton type of every runtime argument.
+        aligned: Arguments that are multiples of 16, which the launcher's specialization detects.
     """
 
     name: str
@@ -68,7 +70,14 @@ class KernelBuild:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compiled kernel needs: registers per thread, bytes of spills and shared memory."""
+    """Resources of one compiled kernel.
+
+    Attributes:
+        registers: Registers per thread.
+        spill_bytes: Bytes of spill stores and spill loads together.
+        shared: Bytes of shared memory per block.
+        tensor_core: Matrix instruction that the kernel uses; "-" if it uses none.
+    """
 
     build: KernelBuild
     arch: int
@@ -87,10 +96,10 @@ class Resources:
 
 
 def compile_kernel(build: KernelBuild, arch: int) -> Resources:
-    """Compile for sm_`arch` and read the resources of the binary.
+    """Compile a kernel for the architecture sm_`arch`; return the resources of the binary.
 
-    Raises
-        subprocess.CalledProcessError: the triton package's tools fail.
+    Raises:
+        subprocess.CalledProcessError: A tool of the triton package failed.
     """
     names = build.kernel.arg_names
     signature = {name: build.types.get(name, "constexpr") for name in names}
@@ -138,7 +147,7 @@ def markdown_table(rows: Iterable[Resources]) -> str:
 
 
 def _registers(cubin: bytes) -> int:
-    """Return the registers per thread, from `cuobjdump --dump-resource-usage`."""
+    """Return the number of registers per thread, from `cuobjdump --dump-resource-usage`."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -150,7 +159,7 @@ def _registers(cubin: bytes) -> int:
 
 
 def _spill_bytes(ptx: str, arch: int) -> int:
-    """Return the bytes of spill stores and spill loads together, from `ptxas -v`."""
+    """Return the sum of the bytes of spill stores and spill loads, from `ptxas -v`."""
     tool = "ptxas-blackwell" if arch >= 100 else "ptxas"
     suffix = "a" if arch >= 90 else ""
     with tempfile.TemporaryDirectory() as folder:
@@ -165,7 +174,7 @@ def _spill_bytes(ptx: str, arch: int) -> int:
 
 
 def _output(tool: str, *arguments: str) -> str:
-    """Return what one of Triton's tools prints."""
+    """Run one of Triton's tools; return its output."""
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     done = subprocess.run(
         [path, *arguments], check=True, capture_output=True, text=True, timeout=120
@@ -186,7 +195,7 @@ _TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 
 
 def head_builds(arch: int, dtype: torch.dtype) -> Iterator[KernelBuild]:
-    """Every kernel of the head for one architecture and element type, with and without entropy."""
+    """Generate the kernels of the head for one architecture and dtype, with and without entropy."""
     configs = head_configs((arch // 10, arch % 10), dtype)
     kind = _TYPE_NAMES[dtype]
     for entropy in (False, True):
@@ -203,7 +212,7 @@ def head_builds(arch: int, dtype: torch.dtype) -> Iterator[KernelBuild]:
 
 
 def _both_loads(tile: TileConfig) -> list[TileConfig]:
-    """Return the tile, followed by its variant without descriptors if it has any."""
+    """Return the tile and, if it uses descriptors, also its variant without descriptors."""
     return [tile, without_descriptors(tile)] if tile.descriptors else [tile]
 
 
@@ -221,7 +230,10 @@ def _tile_build(
     types: dict[str, str],
     aligned: tuple[str, ...],
 ) -> KernelBuild:
-    """Return a kernel over tiles of logits; `types` and `aligned` are of its own arguments."""
+    """Return a kernel over tiles of logits.
+
+    `types` and `aligned` describe only the arguments that other kernels over tiles do not have.
+    """
     operands = {"hidden": f"*{kind}", "weight": f"*{kind}"}
     pointers: tuple[str, ...] = ("hidden", "weight")
     if tile.descriptors:
@@ -261,7 +273,10 @@ def _dlogits_build(tile: TileConfig, kind: str, label: str, entropy: bool) -> Ke
 
 
 def _product_build(tile: TileConfig, kind: str, transposed: bool) -> KernelBuild:
-    """dlogits · W (left row-major), or dlogitsᵀ · hidden (left column-major)."""
+    """Return the kernel of dlogits · W or, with `transposed`, of dlogitsᵀ · hidden.
+
+    The left operand is row-major or, with `transposed`, column-major.
+    """
     strides = ("left_row_stride", "left_depth_stride")
     unit = strides[0] if transposed else strides[1]
     others = [stride for stride in strides if stride != unit]
@@ -310,7 +325,7 @@ def _combine_build(entropy: bool) -> KernelBuild:
 
 # ------------------------------------------------------------ the loss
 
-# The plain case, and the one that computes the most of each kind.
+# The default configuration, and for each kind of loss the configuration that computes the most.
 COMPILED_CONFIGS: dict[str, LossConfig] = {
     "ppo_clip": LossConfig(),
     "ppo_clip, dual clip, k3, entropy, rules": LossConfig(
@@ -337,7 +352,7 @@ _SCALARS = {"scale", "inv_weight_mean", "log_staleness_clip"}
 
 
 def loss_builds() -> Iterator[KernelBuild]:
-    """Every kernel of `is_loss` for each of `COMPILED_CONFIGS`."""
+    """Generate every kernel of `is_loss` for each of `COMPILED_CONFIGS`."""
     for name, config in COMPILED_CONFIGS.items():
         two_pass = needs_sequences(config)
         spec = LossSpec(

@@ -1,17 +1,19 @@
-"""Learning of episodes on the real engine: the examples of environments, and their control.
+"""Measures on the real engine whether policies learn in the example environments.
 
     python -m benchmarks.episodes --folder runs/episodes                # all runs: about an hour
-    python -m benchmarks.episodes --folder runs/episodes --pieces 3     # three more of them
+    python -m benchmarks.episodes --folder runs/episodes --pieces 3     # at most three more runs
     python -m benchmarks.episodes --folder runs/episodes --examples guessing_game --seeds 1
-    python -m benchmarks.episodes --table                               # of the rows there are
+    python -m benchmarks.episodes --table                               # table of existing rows
 
 Each example is prepared and fine-tuned once (`prepare.py`, `megatron-async sft`), with its own
-settings. Every run then begins with that model: it has the held-out success before and after RL,
-under a schedule and a seed, with nothing changed of the example but those. In the control each
-member of a group gets the reward of another (`benchmarks/shuffled.py`): what is learned there is
-not learned from rewards. Evaluations have the true rewards in all runs.
+settings. Every run starts from that fine-tuned model, and measures the held-out success before and
+after RL. A run changes only the schedule and the seed of the example.
 
-Every run appends its row to --rows; a run that has a row there is not made again.
+A control is a run in which the rewards of a group are shuffled among its members
+(`benchmarks/shuffled.py`), so that the policy cannot learn from rewards. Evaluations use the true
+rewards in all runs.
+
+Every run appends its row to --rows. A run whose row exists there is not repeated.
 """
 
 from __future__ import annotations
@@ -34,20 +36,20 @@ GOAL: Final = 0.30
 
 
 def megatron_async(*words: str) -> None:
-    """A command of the product, as a user would give it, in a process of its own."""
+    """Run a `megatron-async` command in a separate process, as a user would run it."""
     command = [sys.executable, "-m", "megatron_async.cli", *words]
     subprocess.run(command, cwd=ROOT, check=True, timeout=LONGEST_SECONDS)
 
 
 def paths_of(example: str, folder: Path) -> list[str]:
-    """The settings that name the files of a prepared example."""
+    """Return the settings that name the files of a prepared example."""
     data = folder / example
     named = [f"model.path={data / 'model'}", f"sft.data={data / EXAMPLES[example]}.jsonl"]
     return [*named, *([f"task.path={data / 'products.jsonl'}"] * (example == "calculator"))]
 
 
 def untrained_model(example: str, folder: Path) -> Path:
-    """The model that an example begins with, made with its data where it is not there yet."""
+    """Return the untrained model of an example; create it and the example's data if missing."""
     model = folder / example / "model"
     if not model.exists():
         script = [
@@ -60,7 +62,7 @@ def untrained_model(example: str, folder: Path) -> Path:
 
 
 def prepare(example: str, folder: Path) -> Path:
-    """The fine-tuned model of an example, made where it is not there yet."""
+    """Return the fine-tuned model of an example; fine-tune it if it is missing."""
     source, model = ROOT / "examples" / example, folder / "fine_tuned" / example
     untrained_model(example, folder)
     if not model.exists():
@@ -71,13 +73,13 @@ def prepare(example: str, folder: Path) -> Path:
 
 
 def name_of(key: Row) -> str:
-    """The name of a run."""
+    """Return the name of the run with this key."""
     control = "-shuffled" * key["shuffled"]
     return f"{key['example']}-{key['preset']}-{key['seed']}{control}"
 
 
 def settings_of(key: Row, folder: Path, model: Path) -> list[str]:
-    """What a run changes of its example."""
+    """Return the settings that a run changes in its example."""
     example = key["example"]
     settings = [
         *paths_of(example, folder)[1:],
@@ -98,7 +100,7 @@ def settings_of(key: Row, folder: Path, model: Path) -> list[str]:
 
 
 def measure(key: Row, folder: Path) -> Row:
-    """One whole run."""
+    """Make the whole run of `key`; return its row without the key."""
     model = prepare(key["example"], folder)
     config = ROOT / "examples" / key["example"] / "config.yaml"
     megatron_async("train", "--config", str(config), *settings_of(key, folder, model))
@@ -106,7 +108,7 @@ def measure(key: Row, folder: Path) -> Row:
 
 
 def row_of(metrics: Path) -> Row:
-    """Held-out success before and after, and what the steps were like."""
+    """Return a run's held-out success before and after RL, and means of its steps."""
     steps, evaluations = read_metrics(metrics), read_metrics(metrics, kind="eval")
     before, after = evaluations[0], evaluations[-1]
     most = max(line["rollout/lag_max"] for line in steps)
@@ -125,7 +127,16 @@ def row_of(metrics: Path) -> Row:
 
 
 def pieces(examples: Sequence[str], seeds: int, controls: int = 1) -> list[Row]:
-    """The keys of all runs: first seeds and their controls first, controls of others last."""
+    """Return the keys of all runs, in the order in which they are made.
+
+    Runs of the first seed come first, followed by their controls, the runs of other seeds and the
+    controls of other seeds.
+
+    Args:
+        examples: Names of the examples.
+        seeds: Number of seeds.
+        controls: Number of seeds that also have a control.
+    """
     runs = [
         {"example": example, "preset": preset, "seed": seed, "shuffled": False}
         for seed in range(1, seeds + 1)
@@ -138,7 +149,7 @@ def pieces(examples: Sequence[str], seeds: int, controls: int = 1) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: success before and after, in points gained, a line for each kind of run."""
+    """Return a Markdown table of success before and after RL, with a line for each kind of run."""
     header = (
         "example | schedule | rewards | seeds | before, % | after, % | gained, points "
         "| turns, first and last batch | lag, most | s a run"
@@ -171,12 +182,12 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options; the process's own arguments by default."""
+    """Parse the command line; return the options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "episodes")
     parser.add_argument("--examples", nargs="+", default=list(EXAMPLES), choices=list(EXAMPLES))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--controls", type=int, default=1, help="seeds that have a control")
+    parser.add_argument("--controls", type=int, default=1, help="number of seeds with a control")
     reporting.piece_options(parser, "episodes")
     return parser.parse_args(arguments)
 

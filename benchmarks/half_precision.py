@@ -1,16 +1,17 @@
-"""Ratios of on-policy tokens in half precision: what is usual, and what a defect looks like.
+"""Measures ratios of on-policy tokens in half precision, usual ones and those of a defect.
 
     python -m benchmarks.half_precision --model runs/quickstart/sft --out FILE
 
-The check after each weight update (docs/weights.md, Ratios) learns the usual mean
-|engine - trainer| log-prob of a half-precision run and stops at ten times that, at least 0.2, at
-most 1.0. Measured here, with the trainer in float32 and in bfloat16 and the engine in bfloat16
-(both in float32 as control):
+The error of a token is the absolute difference between its log-prob on the engine and on the
+trainer. The check after each weight update (docs/weights.md, Ratios) learns the usual mean error of
+a half-precision run. It stops the run if the mean error exceeds ten times the usual error; this
+limit is at least 0.2 and at most 1.0. The engine is in bfloat16, and the trainer in float32 or
+bfloat16. In the control, both are in float32. The program prints two tables:
 
-Usual. A short training; the mean and largest error that each update's check reported.
-
-Defects. With the rule that this training has taught, and with none learned yet: the engine holds
-weights that are not the trainer's, or its log-probs are at another temperature.
+- Usual errors: the mean and the largest error in the checks of a short training.
+- Defects: the errors if the engine's weights differ from the trainer's, or if the log-probs are
+  computed at another temperature. The table shows whether the check stops the run, before it has
+  learned a usual error and after it has learned the usual error of the training.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.verify import BASELINE_UPDATES, RatioCheck, RatioError
 
 PRECISIONS = ("float32-float32", "bfloat16-float32", "bfloat16-bfloat16")
-"""Of engine and trainer."""
+"""Pairs of the engine's dtype and the trainer's dtype."""
 ON_POLICY, OTHER_TEMPERATURE = "none", "log-probs at temperature 0.7 for 1"
 SAMPLING_SECONDS = 300.0
 
 
 def precision(engine: str, trainer: str) -> dict[str, Any]:
-    """Return the settings of a pair of precisions."""
+    """Return the settings of a pair of dtypes."""
     return {"engines": {"dtype": engine}, "model": {"dtype": trainer}}
 
 
 def rule_of(run: Training) -> RatioCheck:
-    """Return the rule with what it has learned from the run's checks."""
+    """Return a rule that has learned the usual error from the run's checks."""
     rule = RatioCheck(tolerance=None, temperature=1.0)
     for mean in run.series("weights/probe_mean_error")[:BASELINE_UPDATES]:
         rule.learn([RatioError(mean, mean)])
@@ -59,7 +60,7 @@ def rule_of(run: Training) -> RatioCheck:
 
 
 def changed(model: Path, folder: Path, change: Mapping[str, torch.Tensor]) -> Path:
-    """A copy of a model directory with other values in some tensors."""
+    """Copy a model directory to `folder` and replace the tensors in `change`; return `folder`."""
     folder.mkdir()
     for path in model.iterdir():
         if path.suffix in COPIED_SUFFIXES:
@@ -73,7 +74,10 @@ def changed(model: Path, folder: Path, change: Mapping[str, torch.Tensor]) -> Pa
 
 
 def defects(model: Path, root: Path) -> dict[str, Path]:
-    """Directories whose weights an engine holds while the trainer holds `model`."""
+    """Create a model directory for each defect of the engine's weights; return them by defect.
+
+    The trainer always has the weights of `model`.
+    """
     tensors = load_file(model / "model.safetensors")
     torch.manual_seed(0)
     layer = next(n for n in tensors if n.endswith("layers.1.self_attn.q_proj.weight"))
@@ -112,7 +116,7 @@ def defects(model: Path, root: Path) -> dict[str, Path]:
 async def sampled(
     config: RunConfig, url: str, models: Mapping[str, Path], prompts: int
 ) -> dict[str, list[probe.ProbeSample]]:
-    """Samples of the engine with each of these weights, as a check takes them."""
+    """Sample tokens from the engine with the weights of each model, as a check does."""
     task = build_task(config.task, config.model.path)
     ids = probe.probe_prompts([p.token_ids for p in task.train_prompts(0, prompts)])
     client = await SGLangClient.connect("engine", url, config.engines)
@@ -132,7 +136,7 @@ async def sampled(
 def errors(
     config: RunConfig, samples: Mapping[str, list[probe.ProbeSample]]
 ) -> dict[str, RatioError]:
-    """By defect, against the trainer's log-probs."""
+    """Return the error of the samples of each defect, relative to the trainer's log-probs."""
     found = {}
     with parallel_session(config.parallel, config.trainer, config.seed):
         trainer = PolicyTrainer(config)
@@ -171,7 +175,7 @@ def usual_row(pair: Sequence[str], run: Training) -> list[object]:
 def defect_rows(
     pair: Sequence[str], run: Training, found: Mapping[str, RatioError]
 ) -> list[list[object]]:
-    """Return a row for each defect: its errors, and whether a check stops at them."""
+    """Return a row for each defect: its errors, and whether a check stops the run."""
     exact = set(pair) == {"float32"}
     rows: list[list[object]] = []
     for defect, error in found.items():
@@ -193,9 +197,11 @@ DEFECT_HEADER = (
 def main() -> None:
     parser = training_parser(__doc__, "../half_precision", steps=12)
     parser.add_argument(
-        "--prompts", type=int, default=16, help="of a defect's sample, 16 tokens each"
+        "--prompts", type=int, default=16, help="prompts for each defect, 16 tokens each"
     )
-    parser.add_argument("--precisions", nargs="+", default=PRECISIONS, help="engine-trainer")
+    parser.add_argument(
+        "--precisions", nargs="+", default=PRECISIONS, help="pairs of dtypes, as ENGINE-TRAINER"
+    )
     options = parser.parse_args()
     usual_rows, rows = [], []
     with tempfile.TemporaryDirectory(prefix="half-precision-") as scratch:

@@ -1,9 +1,9 @@
-"""Benchmark of the kernels: one call prints every table that docs/kernels.md refers to.
+"""Benchmark of the kernels: prints the tables to which docs/kernels.md refers.
 
-python benchmarks/kernels.py                    timings on a CUDA device; without one, the CPU's
-                                                memory and time table
-python benchmarks/kernels.py --compile-report   every kernel configuration compiled for sm_80,
-                                                sm_90 and sm_100 without a GPU
+python benchmarks/kernels.py                    timings on a CUDA device; without a device, the
+                                                table of memory and time on the CPU
+python benchmarks/kernels.py --compile-report   compiles every kernel configuration for sm_80,
+                                                sm_90 and sm_100, without a GPU
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import argparse
 import sys
 from pathlib import Path
 
-# This file is called like a PyPI package that others import; keep its folder off the path.
+# This file has the name of a PyPI package that other packages import, so its folder must not be on
+# the path.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 CPU_SHAPES = [
@@ -24,7 +25,7 @@ CPU_SHAPES = [
 
 
 def compile_report() -> str:
-    """Registers, spills and shared memory of every kernel on every architecture."""
+    """Return a table of registers, spills and shared memory of all kernels on all architectures."""
     import torch
     from megatron_async_kernels.triton_tiles import ARCHITECTURES
 
@@ -43,7 +44,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--compile-report", action="store_true")
-    parser.add_argument("--workspace-mib", type=int, default=64, help="of the CPU table")
+    parser.add_argument("--workspace-mib", type=int, default=64, help="for the CPU table")
     options = parser.parse_args()
 
     import torch
@@ -57,7 +58,7 @@ def main() -> None:
     else:
         from benchmarks.kernels_cpu import memory_table
 
-        print("GPU numbers: not measured (no CUDA device on this machine).\n")
+        print("GPU numbers: not measured (this machine has no CUDA device).\n")
         print(memory_table(CPU_SHAPES, options.workspace_mib))
 
 

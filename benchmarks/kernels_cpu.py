@@ -1,7 +1,8 @@
-"""Peak memory and time of the chunked head against full logits, on the CPU.
+"""Measures peak memory and time of the chunked head and of full logits on the CPU.
 
-Each measurement runs in a separate process, which resets and reads the kernel's high-water mark of
-its resident memory (`/proc/self/clear_refs`, `VmHWM`), so that nothing before it counts.
+Each measurement runs in a separate process. The process resets its peak resident memory just before
+the measured part (`/proc/self/clear_refs`) and reads it afterwards (`VmHWM`), so that earlier
+allocations do not count.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Case:
-    """One forward and backward of the head: what is run, and on which shape."""
+    """One forward and backward pass of the head: its implementation (`mode`) and its shape."""
 
     mode: str
     tokens: int
@@ -32,14 +33,19 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """`extra_mib`: peak resident memory above the inputs and the two gradients."""
+    """Result of a measurement.
+
+    Attributes:
+        extra_mib: MiB of peak resident memory in addition to the inputs and the two gradients.
+        seconds: Duration.
+    """
 
     extra_mib: float
     seconds: float
 
 
 def run_case(case: Case, *, timeout_seconds: float = 280.0) -> Measured:
-    """Measure in a new process.
+    """Measure `case` in a new process.
 
     Raises:
         subprocess.CalledProcessError: The process failed.
@@ -57,7 +63,10 @@ def run_case(case: Case, *, timeout_seconds: float = 280.0) -> Measured:
 
 
 def measure(case: Case) -> Measured:
-    """Forward and backward in this process; results exist before the high-water mark is reset."""
+    """Measure one forward and backward pass in this process.
+
+    The tensors of the results are allocated before the peak memory is reset.
+    """
     import torch
     from megatron_async_kernels import reference_token_logprob, token_logprob
 
@@ -91,7 +100,8 @@ def measure(case: Case) -> Measured:
     start = time.perf_counter()
     step(case.tokens)
     seconds = time.perf_counter() - start
-    # Autograd makes a new dHidden and adds it to `grad`; full logits also make a new dWeight.
+    # Autograd creates a new dHidden and adds it to `grad`. With full logits, it also creates a new
+    # dWeight.
     results = 4 * case.tokens * case.hidden
     if case.mode != "chunked":
         results += 4 * case.vocab * case.hidden
@@ -106,7 +116,10 @@ def _memory(field: str) -> int:
 
 
 def memory_table(shapes: list[tuple[int, int, int]], workspace_mib: int) -> str:
-    """Return chunked against full logits; full logits are run only if they take below 1 GiB."""
+    """Return a table that compares chunked and full logits.
+
+    Full logits are measured only if they take less than 1 GiB.
+    """
     header = (
         f"T | V | D | one copy of the logits (MiB) | chunked, workspace {workspace_mib} MiB: "
         "extra MiB | s | full logits: extra MiB | s"

@@ -1,12 +1,14 @@
-"""Timings of the kernels on one CUDA device, beside other implementations.
+"""Times the kernels and other implementations on one CUDA device.
 
 Invariants
-- Shares are of rates measured in the same run: the bf16 matrix rate of an 8192³ product of random
-  data, and a device-to-device copy counting reads and writes.
-- Forward counts one product (2·R·V·D operations, R taking-part rows), forward and backward four.
-- Every implementation of the head gets the same hidden states, weight and targets, and returns a
-  scalar to differentiate: the mean negative log-prob of the taking-part tokens.
-- An implementation that is not installed, or whose logits do not fit, has its reason in its row.
+- Shares are relative to rates that the same run measures: the rate of an 8192³ bf16 matrix product
+  of random data, and the rate of a device-to-device copy, which counts reads and writes.
+- A forward pass counts as one matrix product of 2·R·V·D operations, where R is the number of rows
+  with mask 1. Forward and backward together count as four products.
+- Every implementation of the head gets the same hidden states, weight and targets. It returns a
+  scalar to differentiate: the sum of negative log-probs of the tokens with mask 1, divided by the
+  number of all tokens.
+- If an implementation is not installed, or its logits do not fit, its row contains the reason.
 """
 
 from __future__ import annotations
@@ -32,13 +34,14 @@ from benchmarks.reporting import Row, table
 
 MIB = 2**20
 LossFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-# Full logits in bf16, their float32 log-softmax and both gradients must fit beside the inputs.
+# Full logits in bf16, their float32 log-softmax and both gradients must fit in addition to the
+# inputs.
 EAGER_BYTES_PER_LOGIT = 14
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """One head: rows of this rank's shard and the hidden size."""
+    """Shape of one head: the rows of this rank's vocabulary shard, and the hidden size."""
 
     name: str
     vocab: int
@@ -56,14 +59,19 @@ SHARES = (1.0, 0.25)
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of this device: operations a second of a product, bytes a second of a copy."""
+    """Measured rates of this device.
+
+    Attributes:
+        matrix_flops: Operations per second of a matrix product.
+        copy_bytes: Bytes per second of a copy, reads and writes together.
+    """
 
     matrix_flops: float
     copy_bytes: float
 
 
 def milliseconds(function: Callable[[], object], *, repeats: int = 5, warmup: int = 2) -> float:
-    """Return the median of `repeats` calls, timed by CUDA events."""
+    """Return the median time of `repeats` calls, measured with CUDA events."""
     for _ in range(warmup):
         function()
     times = []
@@ -78,7 +86,7 @@ def milliseconds(function: Callable[[], object], *, repeats: int = 5, warmup: in
 
 
 def measure_rates() -> Rates:
-    """Measure the rates that shares refer to."""
+    """Measure the rates to which shares are relative."""
     left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     product_ms = milliseconds(lambda: left @ right, repeats=11, warmup=5)
     source = torch.empty(2**30, dtype=torch.int8, device="cuda")
@@ -91,21 +99,21 @@ def measure_rates() -> Rates:
 
 
 def ours(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, mask_T: Tensor) -> Tensor:
-    """The loss by this project's kernels."""
+    """Return the loss, computed with this project's kernels."""
     logprobs_T = token_logprob(hidden_TD, weight_VD, targets_T, token_mask=mask_T)
     assert isinstance(logprobs_T, Tensor)
     return -logprobs_T.sum() / targets_T.shape[0]
 
 
 def eager(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, mask_T: Tensor) -> Tensor:
-    """The loss by full logits in the inputs' type; masked tokens are ignored after it."""
+    """Return the loss, computed from full logits in the inputs' dtype; the mask is applied last."""
     logits_TV = hidden_TD @ weight_VD.t()
     losses_T = torch.nn.functional.cross_entropy(logits_TV.float(), targets_T, reduction="none")
     return (losses_T * mask_T).sum() / targets_T.shape[0]
 
 
 def implementations(tokens: int, vocab: int) -> Mapping[str, LossFunction | str]:
-    """Return each implementation by name, or else the reason why it cannot run."""
+    """Return each implementation by name, or the reason why it cannot run."""
     found: dict[str, LossFunction | str] = {"megatron_async": ours}
     if EAGER_BYTES_PER_LOGIT * tokens * vocab < 0.8 * torch.cuda.mem_get_info()[0]:
         found |= {"torch eager": eager, "torch.compile": torch.compile(eager)}
@@ -143,10 +151,11 @@ def _cut_cross_entropy() -> LossFunction:
 
 
 def time_head(run: LossFunction, shape: HeadShape, tokens: int, share: float, rates: Rates) -> Row:
-    """Time one implementation on random data, of which `share` of the rows take part.
+    """Time one implementation on random data in which `share` of the rows have mask 1.
 
     Returns:
-        Medians, shares of the measured matrix rate, and the peak memory above inputs and gradients.
+        Median times, shares of the measured matrix rate, and the peak memory in addition to inputs
+        and gradients.
     """
     generator = torch.Generator(device="cuda").manual_seed(1)
     options = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
@@ -188,7 +197,7 @@ def time_head(run: LossFunction, shape: HeadShape, tokens: int, share: float, ra
 
 
 def head_rows(rates: Rates) -> list[Row]:
-    """Time `token_logprob` for every head, with all rows and with a quarter of them."""
+    """Time `token_logprob` for every head, with mask 1 at all rows and at a quarter of the rows."""
     rows: list[Row] = []
     for tokens in TOKENS:
         for shape in HEADS:
@@ -200,7 +209,7 @@ def head_rows(rates: Rates) -> list[Row]:
 
 
 def peer_rows(rates: Rates) -> list[Row]:
-    """Time all implementations of the head on the same inputs, at the smallest token count."""
+    """Time all implementations of the head on equal inputs, with the smallest number of tokens."""
     tokens, rows = TOKENS[0], list[Row]()
     for shape in HEADS:
         for name, run in implementations(tokens, shape.vocab).items():
@@ -211,7 +220,7 @@ def peer_rows(rates: Rates) -> list[Row]:
                 continue
             try:
                 row |= time_head(run, shape, tokens, 1.0, rates)
-            except RuntimeError as error:  # out of memory and compilers' errors among them
+            except RuntimeError as error:  # also out of memory, and errors of compilers
                 row["left_out"] = f"{type(error).__name__}: {str(error)[:300]}"
             torch.cuda.empty_cache()
     return rows
@@ -221,7 +230,7 @@ def peer_rows(rates: Rates) -> list[Row]:
 
 
 def loss_inputs(tokens: int, length: int = 2048) -> LossInputs:
-    """Return `tokens` tokens in sequences of `length`, float32, a fifth of them masked."""
+    """Return float32 inputs of `tokens` tokens in sequences of `length`; a fifth has mask 0."""
     generator = torch.Generator(device="cuda").manual_seed(2)
 
     def normal(scale: float) -> Tensor:
@@ -251,17 +260,17 @@ LOSSES = {
 
 
 def time_loss(name: str, millions: int, rates: Rates) -> Row:
-    """Time `is_loss` of `LOSSES[name]` beside its eager reference.
+    """Time `is_loss` of `LOSSES[name]` and its eager reference on `millions` · 2**20 tokens.
 
-    Bytes are counted as each stream read once and the gradient written. `eager_ms` is None if the
-    reference runs out of memory.
+    The number of bytes assumes that each stream is read once and the gradient is written once.
+    `eager_ms` is None if the reference runs out of memory.
     """
     inputs, config = loss_inputs(millions * 2**20), LOSSES[name]
     counts = Denominators(tokens=float(inputs.mask_T.sum()), sequences=512.0 * millions)
     kernel_ms = milliseconds(
         lambda: is_loss(inputs, config, counts, check=False), repeats=11, warmup=3
     )
-    # Five streams of 4 bytes read and one written; the second pass reads three again.
+    # Five streams of 4 bytes are read and one is written. A second pass reads three streams again.
     streams = 6 + (3 if "two passes" in name else 0)
     bytes_per_second = 4.0 * streams * millions * 2**20 / kernel_ms * 1e3
     eager_ms: float | None = None
@@ -290,7 +299,7 @@ def loss_rows(rates: Rates) -> list[Row]:
 
 
 def _table(rows: list[Row]) -> str:
-    """Return a Markdown table with a column for each name in the rows."""
+    """Return a Markdown table with a column for each name that occurs in the rows."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [
         [f"{value:.4g}" if isinstance(value, float) else value for value in map(row.get, names)]

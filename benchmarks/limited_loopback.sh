@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Runs a command while the loopback carries no more than a network would (root, and tc of iproute2):
+# Runs a command while the loopback interface is limited to the bandwidth of a network. It needs root
+# and `tc` of iproute2:
 #   bash benchmarks/limited_loopback.sh 10gbit python -m benchmarks.weights --transports distributed
-# The limit holds for the whole machine, and ends with the command.
+# The limit applies to the whole machine until the command ends.
 set -euo pipefail
 rate="$1"
 shift

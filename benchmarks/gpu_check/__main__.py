@@ -1,4 +1,4 @@
-"""The command; see the package."""
+"""Command line of the GPU checks; the package's docstring describes it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.gpu_check.checks import CHECKS
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code: 0, or 1 when a check has failed."""
+    """Run the command; return the exit code: 1 if a check failed, 2 if wheels failed, else 0."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_check",
         description=description,
@@ -30,11 +30,13 @@ def main(arguments: list[str]) -> int:
     parts = sorted({check.part for check in CHECKS})
     parser.add_argument("--part", type=int, choices=parts)
     parser.add_argument("--only", metavar="NAME", choices=[check.name for check in CHECKS])
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--again", action="store_true", help="also what has an ok line already")
-    parser.add_argument("--trial-run", action="store_true", help="on a CPU, at toy sizes")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the results")
+    parser.add_argument("--again", action="store_true", help="also run checks with an ok line")
+    parser.add_argument("--trial-run", action="store_true", help="run on a CPU, at toy sizes")
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--wheels", type=Path, metavar="DIR", help="collect them in DIR and end")
+    parser.add_argument(
+        "--wheels", type=Path, metavar="DIR", help="collect packages in DIR and exit"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -63,7 +65,10 @@ def _run(checks: list[Check], folder: Path, *, again: bool, trial_run: bool) -> 
     failed = 0
     for check in checks:
         if check.name in done:
-            print(f"{check.name}: ok already, in {file.path.name}", file=sys.stderr)
+            print(
+                f"{check.name}: not repeated, it has an ok line in {file.path.name}",
+                file=sys.stderr,
+            )
             continue
         skipped = reason_to_skip(check, trial_run=trial_run)
         result = (

@@ -1,9 +1,10 @@
-"""A check, its result, and how it is run: in a process of its own, with a limit.
+"""Defines a check and its result, and runs a check in a separate process with a time limit.
 
 Invariants
-- One check cannot spoil another: a device error or a hang ends with its process.
-- A result is written when its check ends; nothing is estimated or carried over.
-- A missing module skips the check and is named; any other error fails it, with its traceback.
+- Checks cannot affect each other, because a device error or a hang ends with the check's process.
+- A result is written when its check ends. No number is estimated or copied from another result.
+- If a module is missing, the check is skipped and its result names the module. After any other
+  error, the check has failed and its result has the traceback.
 """
 
 from __future__ import annotations
@@ -32,23 +33,30 @@ from benchmarks.reporting import ROOT, commit
 RESULTS = reporting.RESULTS / "gpu"
 _LOG_TAIL = 3000
 _GIB = 2**30
-# Limits are those of a GPU node that runs nothing else. Without a GPU only `doctor` and trial runs
-# run, on cores that a laptop or CI shares with other work.
+# Time limits are meant for a GPU node without other work. On a laptop or in CI, where only `doctor`
+# and trial runs are possible, other work shares the cores, so the limits are multiplied by this
+# factor.
 _PATIENCE_ON_CPU = 5
 _OURS = ("megatron_async", "megatron_async_kernels", "benchmarks", "tests")
 
 Status = Literal["ok", "failed", "skipped"]
 Figures = Mapping[str, Any]
-"""What a check hands back, as JSON."""
+"""Measured values that a check returns; they must be valid JSON."""
 
 
 class CheckFailed(Exception):
-    """A failed check; the message has what fails and by how much."""
+    """Raised by a failing check; the message names the failed condition and the measured value."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Where a check runs. `trial_run`: on the CPU, at toy sizes, to try the code and no more."""
+    """Environment of a check.
+
+    Attributes:
+        device: Device type, `cuda` or `cpu`.
+        trial_run: Whether the check runs at toy sizes on the CPU, only to try its code.
+        scratch: Temporary directory.
+    """
 
     device: str
     trial_run: bool
@@ -57,7 +65,17 @@ class Stage:
 
 @dataclass(frozen=True)
 class Check:
-    """`needs`: modules beyond torch. `cuda`: there is nothing to try without a device."""
+    """A check: its function and requirements.
+
+    Attributes:
+        name: Name of the check.
+        part: Number of the part that contains the check.
+        limit_seconds: Time limit on a GPU machine.
+        run: Runs the check.
+        needs: Modules that the check needs in addition to torch.
+        cuda: Whether the check cannot run without a CUDA device, not even as a trial run.
+        cpu_too: Whether the check also runs on a machine without a CUDA device.
+    """
 
     name: str
     part: int
@@ -70,7 +88,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Result:
-    """One line of the results."""
+    """The result of a check, one line of the result file."""
 
     check: str
     part: int
@@ -90,7 +108,7 @@ class Result:
 
 
 def found(module: str) -> bool:
-    """Return whether this interpreter can find the module."""
+    """Return whether this interpreter finds the module `module`."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
@@ -98,7 +116,7 @@ def found(module: str) -> bool:
 
 
 def reason_to_skip(check: Check, *, trial_run: bool) -> str | None:
-    """Return why the check cannot run here, or None if it can."""
+    """Return the reason why the check cannot run on this machine, or None if it can."""
     import torch
 
     if not torch.cuda.is_available() and not check.cpu_too:
@@ -119,7 +137,7 @@ def device_name() -> str:
 
 @cache
 def versions() -> dict[str, str]:
-    """Of what decides a result."""
+    """Return the versions of Python, CUDA and the packages on which results depend."""
     import torch
 
     found = {"python": platform.python_version(), "torch": torch.__version__}
@@ -144,7 +162,7 @@ def result_of(
     trial_run: bool = False,
     figures: Figures | None = None,
 ) -> Result:
-    """Return a line; what is the same for all lines of this process is added."""
+    """Return the result of a check, with this machine's device, versions, commit and date."""
     return Result(
         check=check.name,
         part=check.part,
@@ -162,7 +180,7 @@ def result_of(
 
 
 def run_here(check: Check, *, trial_run: bool) -> Result:
-    """Run the check in this process."""
+    """Run the check in this process; return its result."""
     import torch
 
     began = time.monotonic()
@@ -181,7 +199,7 @@ def run_here(check: Check, *, trial_run: bool) -> Result:
         reason = f"cannot be imported: {missing.name}"
     except CheckFailed as failed:
         status, reason = "failed", str(failed)
-    except Exception:  # noqa: BLE001 - whatever it was, it is this check's result
+    except Exception:  # noqa: BLE001 - every error is a result of the check
         status, reason = "failed", traceback.format_exc()[-_LOG_TAIL:]
     peak = (
         torch.cuda.max_memory_allocated()
@@ -200,7 +218,7 @@ def run_here(check: Check, *, trial_run: bool) -> Result:
 
 
 def run_apart(check: Check, *, trial_run: bool) -> Result:
-    """Run the check in a process of its own; its output goes to this process's stderr."""
+    """Run the check in a separate process with a time limit; return its result."""
     limit = check.limit_seconds * (_PATIENCE_ON_CPU if device_name() == "cpu" else 1)
     with TemporaryDirectory(prefix="gpu_check_") as folder:
         answer = Path(folder) / "result.json"
@@ -208,24 +226,24 @@ def run_apart(check: Check, *, trial_run: bool) -> Result:
         command += ["--answer", str(answer), *(["--trial-run"] if trial_run else [])]
         began = time.monotonic()
         try:
-            # stdout is for results, so the check's output goes to stderr.
+            # Only results go to stdout, so the check's own output goes to stderr.
             done = subprocess.run(command, cwd=ROOT, env=_environment(), stdout=2, timeout=limit)
             if answer.exists():
                 return Result(**json.loads(answer.read_text()))
-            reason = f"its process ended with code {done.returncode} and no result"
+            reason = f"the check's process ended with code {done.returncode} without a result"
         except subprocess.TimeoutExpired:
             reason = f"had not ended after {limit} s"
     return result_of(check, "failed", reason, seconds=time.monotonic() - began)
 
 
 def _environment() -> dict[str, str]:
-    """Both packages importable without being installed."""
+    """Return environment variables with which both packages can be imported if not installed."""
     paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
 
 
 class ResultFile:
-    """The results of one device, a line of JSON each."""
+    """File with the results of one device, one JSON line per result."""
 
     def __init__(self, folder: Path) -> None:
         name = "".join(c if c.isalnum() else "-" for c in device_name())
@@ -233,7 +251,7 @@ class ResultFile:
         self._kept = RESULTS / self.path.name
 
     def done(self) -> set[str]:
-        """Checks with an `ok` line for these versions of torch and triton."""
+        """Return the names of checks with an `ok` line for these versions of torch and triton."""
         found = set()
         for path in {self.path, self._kept}:
             if not path.exists():

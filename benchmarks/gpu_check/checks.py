@@ -1,6 +1,6 @@
-"""The list of checks, in the order in which they run.
+"""Lists all checks in the order in which they run.
 
-The limits of one part add up to at most nine minutes.
+The time limits of each part add up to at most nine minutes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ _TRAINER = ("megatron.core", "pydantic", "yaml", "safetensors", "zstandard")
 
 
 def doctor(_stage: Stage) -> Figures:
-    """What `megatron-async doctor` prints here."""
+    """Return the lines that `megatron-async doctor` prints on this machine."""
     from megatron_async.commands.doctor import report_lines
 
     return {"lines": report_lines()}
 
 
-# Part 1 has the most informative checks: are kernels and trainer right, and how fast are they.
-# Its limits are two to four times the seconds on an H100 (benchmarks/results/gpu/h100.md).
+# Part 1 has the most informative checks: whether kernels and trainer are correct, and how fast they
+# are. Its time limits are two to four times the seconds on an H100
+# (benchmarks/results/gpu/h100.md).
 CHECKS: Final = (
     Check("kernel_tests", 1, 120, kernels.device_tests, _TESTS, cuda=True),
     Check("head_peers", 1, 90, kernels.peers, ("triton",), cuda=True),

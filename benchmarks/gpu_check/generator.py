@@ -1,14 +1,15 @@
-"""A process that generates with transformers: the engine of the check `learning`.
+"""Process that generates responses with transformers; it is the engine of the check `learning`.
 
-It reads one JSON object per line from stdin and answers each with one line on stdout:
+It reads one JSON object per line from stdin and replies to each with one line on stdout:
 
     {"load": PAYLOAD}                    load weights from CUDA IPC handles (`ipc_child.unpickle`)
     {"prompts": [[id, ...], ...], "max_new_tokens": n, "greedy": bool}
                                          sample a response to each prompt, at temperature 1
 
 Invariants
-- A log-prob is that of the sampling distribution, in float32.
-- A load has been copied when its answer is written; the sender may then free its tensors.
+- Log-probs are computed from the sampling distribution, in float32.
+- The reply to `load` is written after the weights are copied, so the sender may then free its
+  tensors.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def generate(
     ids_BT = found.sequences[:, longest:]
     logprobs_BTV = torch.stack(found.logits, 1).float().log_softmax(-1)
     logprobs_BT = logprobs_BTV.gather(2, ids_BT[:, :, None])[:, :, 0]
-    # Whatever follows the first `eos` is padding.
+    # All tokens after the first `eos` are padding.
     ended_BT = (ids_BT == eos).int().cumsum(1) - (ids_BT == eos).int()
     lengths_B = (ended_BT == 0).sum(1).tolist()
     return [
@@ -59,9 +60,9 @@ def generate(
 
 
 def load(model: Any, payload: str) -> None:
-    """Copy the tensors into the model."""
+    """Copy the tensors of `payload` into the model."""
     named, _ = unpickle(payload)
-    _, unknown = model.load_state_dict(dict(named), strict=False)  # the tied head is not sent
+    _, unknown = model.load_state_dict(dict(named), strict=False)  # a tied head is not sent
     assert not unknown, unknown
     if model.device.type == "cuda":
         torch.cuda.synchronize()

@@ -1,7 +1,8 @@
-"""The receiving process of the check `ipc`: unpickles what comes on stdin as an engine would.
+"""Receiving process of the check `weights_ipc`: unpickles weights from stdin as an engine would.
 
-SGLang's own unpickler where it is installed. Elsewhere the part of it that matters here: torch's
-rebuild of a CUDA tensor with the device looked up by UUID (SGLang 0.5.23, `utils/patch_torch.py`).
+If SGLang is installed, its unpickler is used. Otherwise, a stand-in does the part that matters: it
+rebuilds a CUDA tensor as torch does, but finds the device by its UUID (SGLang 0.5.23,
+`utils/patch_torch.py`).
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_DEVICE_ARGUMENT = 6  # of torch.multiprocessing.reductions.rebuild_cuda_tensor
+# Position of the device in the arguments of torch.multiprocessing.reductions.rebuild_cuda_tensor.
+_DEVICE_ARGUMENT = 6
 
 
 def digest(tensor: Tensor) -> str:
-    """Of the values of a tensor on the host."""
+    """Return a digest of the values of a tensor in host memory."""
     raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(raw, digest_size=8).hexdigest()
 
 
 def rebuild_by_uuid(*arguments: Any) -> Tensor:
-    """torch's `rebuild_cuda_tensor` for a handle that names its device by UUID."""
+    """Call torch's `rebuild_cuda_tensor` for a handle that names its device by UUID."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     uuids = [
@@ -50,7 +52,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def unpickle(payload: str) -> tuple[list[tuple[str, Tensor]], str]:
-    """Return the named tensors, and whose unpickler it was."""
+    """Unpickle `payload`; return the named tensors and the unpickler: `sglang` or `stand-in`."""
     if importlib.util.find_spec("sglang") is not None:
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
@@ -61,13 +63,13 @@ def unpickle(payload: str) -> tuple[list[tuple[str, Tensor]], str]:
 
 
 def load(payload: str) -> dict[str, Any]:
-    """Unpickle without SGLang."""
+    """Unpickle `payload` without SGLang."""
     loaded: dict[str, Any] = _Unpickler(io.BytesIO(base64.b64decode(payload))).load()
     return loaded
 
 
 def named_tensors(loaded: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """Take a bucket apart as SGLang does for the load format `flattened_bucket`."""
+    """Split a bucket into named tensors, as SGLang does for the load format `flattened_bucket`."""
     flat_N = loaded["flattened_tensor"]
     return [
         (m.name, flat_N[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape))

@@ -1,4 +1,4 @@
-"""The kernels' checks: tests against float64, rates beside the card's and other libraries'."""
+"""Checks of the kernels: tests against float64, and rates of the device, the kernels and others."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from benchmarks.gpu_check.check import ROOT, CheckFailed, Figures, Stage
 
 _TESTS = ("tests/kernels", "tests/algorithms/test_loss_backends.py")
 _TEST_SECONDS = 210
-_MAX_WORKERS = 8  # each one holds a CUDA context of about half a GiB
+_MAX_WORKERS = 8  # each worker has a CUDA context of about half a GiB
 _TAIL = 3000
 
 
 def device_tests(_stage: Stage) -> Figures:
-    """Every test marked `gpu`: the kernels against float64 and the CPU."""
+    """Run every test marked `gpu`, which compare the kernels with float64 and with the CPU."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--tb=short"]
     command += ["-p", "no:cacheprovider", "-W", "ignore"]
     if importlib.util.find_spec("xdist") is not None:
-        # With a cold cache the time goes to about 130 compilations, one core each.
+        # With a cold cache, most of the time is spent in about 130 compilations of one core each.
         command += ["-n", str(min(_MAX_WORKERS, os.cpu_count() or 1))]
     done = subprocess.run(
         [*command, *_TESTS], cwd=ROOT, capture_output=True, text=True, timeout=_TEST_SECONDS
@@ -34,7 +34,7 @@ def device_tests(_stage: Stage) -> Figures:
 
 
 def rates(_stage: Stage) -> Figures:
-    """What this card reaches in a matrix product and a copy."""
+    """Measure the rates of this device for a matrix product and for a copy."""
     from benchmarks.kernels_gpu import measure_rates
 
     found = measure_rates()
@@ -46,21 +46,21 @@ def rates(_stage: Stage) -> Figures:
 
 
 def loss(_stage: Stage) -> Figures:
-    """`is_loss` against copy bandwidth and its eager reference."""
+    """Time `is_loss` and its eager reference; report the share of the copy bandwidth."""
     from benchmarks.kernels_gpu import loss_rows, measure_rates
 
     return {"rows": loss_rows(measure_rates())}
 
 
 def head(_stage: Stage) -> Figures:
-    """`token_logprob` by itself, with all rows and with a quarter of them."""
+    """Time only `token_logprob`, with mask 1 at all rows and at a quarter of the rows."""
     from benchmarks.kernels_gpu import head_rows, measure_rates
 
     return {"rows": head_rows(measure_rates())}
 
 
 def peers(_stage: Stage) -> Figures:
-    """Other implementations of the head on the same inputs, where they can be imported."""
+    """Time the installed implementations of the head on equal inputs."""
     from benchmarks.kernels_gpu import measure_rates, peer_rows
 
     return {"rows": peer_rows(measure_rates())}

@@ -1,10 +1,10 @@
-"""The quickstart's policy learns on one device: trainer, kernels, IPC weights and batches together.
+"""Check that the quickstart's policy learns on one device.
 
-Model, problems, fine-tuning and RL are those of configs/quickstart.yaml, on one rank. The generator
-is a process of its own that samples batch n + 1 while the trainer trains on batch n, so tokens have
-a lag of 1.
+It tests trainer, kernels, weight transfer by IPC and batches together. The model, the problems,
+fine-tuning and RL follow configs/quickstart.yaml, with one rank. The generator is a separate
+process. It samples batch n + 1 while the trainer trains on batch n, so tokens have a lag of 1.
 
-This is no evidence for SGLang: the generator is `generator.py`, built on transformers.
+The check does not test SGLang, because its generator (`generator.py`) uses transformers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from megatron_async.trainer.step import PolicyTrainer
     from megatron_async.trajectory.batch import TokenBatch
 
-_MIN_GAIN = 0.1  # of accuracy; the quickstart gains 0.2
-# As in trainer.py: far above rounding, far below what a wrong weight gives.
+_MIN_GAIN = 0.1  # in accuracy; the quickstart gains 0.2
+# As in trainer.py: far above rounding errors, and far below the difference of wrong weights.
 _LOGPROB_BOUND = 0.03
 _TRIAL_RUN = {
     "steps": 2,
@@ -43,7 +43,7 @@ _TRIAL_RUN = {
 
 
 def learning(stage: Stage) -> Figures:
-    """Fine-tune, then RL; held-out greedy accuracy and mean reward before and after."""
+    """Fine-tune, then train by RL; return rewards, and held-out accuracy before and after RL."""
     import yaml
 
     from megatron_async.config import build_config
@@ -81,15 +81,18 @@ def learning(stage: Stage) -> Figures:
     finally:
         generator.close()
     if not figures["mean_logprob_difference"] <= _LOGPROB_BOUND:
-        raise CheckFailed(f"the generator does not have the trainer's weights: {figures}")
+        raise CheckFailed(f"the generator's weights differ from the trainer's: {figures}")
     gain = figures["accuracy_after"] - figures["accuracy_before"]
     if not stage.trial_run and not gain >= _MIN_GAIN:
-        raise CheckFailed(f"accuracy rose by {gain:.3f}: {figures}")
+        raise CheckFailed(f"accuracy rose only by {gain:.3f}: {figures}")
     return figures
 
 
 class Generator:
-    """The generator's process; `ask` may be called only after the answer before was `read`."""
+    """Client of the generator's process.
+
+    Each reply must be read with `read` before the next call of `ask`.
+    """
 
     def __init__(self, model: Path, device: str, dtype: str) -> None:
         command = [sys.executable, "-m", "benchmarks.gpu_check.generator"]
@@ -107,7 +110,7 @@ class Generator:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise CheckFailed(f"the generator ended with code {self._process.wait(10)}")
+            raise CheckFailed(f"the generator's process ended with code {self._process.wait(10)}")
         return json.loads(line)
 
     def close(self) -> None:
@@ -116,7 +119,7 @@ class Generator:
 
 
 class _Loop:
-    """RL in which the generator samples one batch ahead of the trainer."""
+    """RL loop in which the generator samples one batch ahead of the trainer."""
 
     def __init__(
         self, config: RunConfig, task: Task, trainer: PolicyTrainer, generator: Generator
@@ -130,9 +133,10 @@ class _Loop:
         self._next = self._sample()
 
     def step(self) -> float:
-        """Train on the waiting batch while the generator samples the next one, then publish.
+        """Train on the waiting batch while the generator samples the next one; send the weights.
 
-        Returns the mean reward of the batch.
+        Returns:
+            Mean reward of the trained batch.
         """
         from megatron_async.models.export import stage_tensors
         from megatron_async.weight_sync.transports.tensor import flat_copy, serialize
@@ -144,21 +148,29 @@ class _Loop:
             raise CheckFailed(f"update {report.step} was skipped: {report.skip_reason}")
         self._next = self._pack(prompts, self._generator.read())
         tensors = stage_tensors(self._trainer.model, self._trainer.model[0].architecture)
-        flat = flat_copy(list(tensors), by_value=False)  # alive until the generator has copied it
+        flat = flat_copy(
+            list(tensors), by_value=False
+        )  # must exist until the generator has copied it
         self._generator.ask(load=serialize(flat))
         self._generator.read()
         self._loaded = self._trainer.step
         return float(batch.rewards_S.mean())
 
     def accuracy(self) -> float:
-        """Share of held-out prompts whose greedy answer is right. The generator must be idle."""
+        """Return the share of held-out prompts with a right greedy response.
+
+        The generator must be idle.
+        """
         prompts = self._task.eval_prompts(self._config.eval.prompts)
         self._ask(prompts, greedy=True)
         found = zip(prompts, self._generator.read(), strict=True)
         return float(np.mean([self._reward(prompt, ids) for prompt, (ids, _) in found]))
 
     def logprob_difference(self) -> float:
-        """Sample with the loaded weights; mean |log-prob - the trainer's|, over sampled tokens."""
+        """Sample a batch; return the mean difference of its log-probs from the trainer's.
+
+        The mean is over absolute differences of sampled tokens.
+        """
         batch = self._sample()
         ours_T = self._trainer.compute_logprobs(batch)
         return float(np.abs(ours_T - batch.rollout_logprobs_T)[batch.loss_mask_T != 0].mean())
@@ -183,7 +195,7 @@ class _Loop:
         return self._pack(prompts, self._generator.read())
 
     def _pack(self, prompts: Sequence[types.Prompt], responses: Any) -> TokenBatch:
-        """Score the responses and pack them as a run does."""
+        """Score the responses; return them as a packed batch, as in a run."""
         version, size = types.PolicyVersion(0, self._loaded), self._config.schedule.group_size
         trajectories = []
         for number, (prompt, (ids, logprobs)) in enumerate(zip(prompts, responses, strict=True)):

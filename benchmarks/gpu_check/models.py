@@ -1,8 +1,9 @@
-"""Random models in Hugging Face format, batches for them, and trainers on them.
+"""Creates random models in Hugging Face format, batches for them, and trainers on them.
 
 Invariants
-- No transformers: config.json is written here, names and shapes are the families' own.
-- The same seed gives the same model and batch on one device.
+- transformers is not needed: this module writes config.json, and the model families define the
+  names and shapes of tensors.
+- The same seed gives the same model and the same batch on one device.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ WINDOW: Mapping[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
 }
-QWEN2_1B: Mapping[str, Any] = {  # the shape of Qwen2.5-1.5B
+QWEN2_1B: Mapping[str, Any] = {  # shape of Qwen2.5-1.5B
     "model_type": "qwen2",
     "hidden_size": 1536,
     "intermediate_size": 8960,
@@ -66,7 +67,7 @@ _TOY = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 512, "num_atte
 
 
 def toy(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same kind of model, small enough for a trial run."""
+    """Return a config of the same kind of model that is small enough for a trial run."""
     layers = min(4, config["num_hidden_layers"])
     small = {**config, **_TOY, "num_hidden_layers": layers, "num_key_value_heads": 2}
     if "head_dim" in config:
@@ -75,7 +76,11 @@ def toy(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_model(directory: Path, config: Mapping[str, Any], device: str, std: float) -> Path:
-    """config.json and one file of normal weights (norms ones, or zeros where they are offsets)."""
+    """Write config.json and one file of random weights into `directory`; return `directory`.
+
+    Weights are drawn from a normal distribution with standard deviation `std`. Weights of norms are
+    ones, or zeros if the architecture adds one to them.
+    """
     from safetensors.torch import save_file
 
     from megatron_async.models.families import read_architecture
@@ -103,7 +108,10 @@ def write_model(directory: Path, config: Mapping[str, Any], device: str, std: fl
 def ragged_batch(
     lengths_S: Sequence[int], vocab: int, *, group_size: int = 4, step: int = 0
 ) -> TokenBatch:
-    """Sequences of these lengths, a quarter of each a prompt, random tokens and rewards."""
+    """Return a batch of sequences of these lengths with random tokens and rewards.
+
+    The first quarter of each sequence is its prompt.
+    """
     from megatron_async.trajectory.batch import TokenBatch
 
     rng = np.random.default_rng(1000 + step)
@@ -134,7 +142,13 @@ def ragged_batch(
 def trainer_on(
     directory: Path, purpose: Literal["rl", "sft"] = "rl", /, **changes: Any
 ) -> Iterator[PolicyTrainer]:
-    """One rank's trainer with local layers, in the environment that `train` would give it."""
+    """Yield a trainer of one rank with local layers, with the environment variables of `train`.
+
+    Args:
+        directory: Directory of the model.
+        purpose: `rl` or `sft`.
+        **changes: Settings of the run.
+    """
     from megatron_async.config import build_config
     from megatron_async.config.load import merge
     from megatron_async.launcher.environment import trainer_environment

@@ -1,4 +1,4 @@
-"""The trainer's state: checkpoints that continue bit for bit, host copies, weights to a child."""
+"""Checks of the trainer's state: checkpoints, copies in host memory, weight transfer by IPC."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ _CHILD_SECONDS = 90
 
 
 def checkpoint(stage: Stage) -> Figures:
-    """Save, load into a new trainer, continue: the same bits as the one that went on."""
+    """Check that a restored trainer continues with the same bits as the trainer that was saved."""
     from megatron_async.checkpoint.manager import CheckpointManager
     from megatron_async.config.run import CheckpointConfig
 
     config = toy(GQA) if stage.trial_run else GQA
     model = write_model(stage.scratch / "model", config, stage.device, std=0.05)
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    # With `warn_only` the backward pass of flash attention stays non-deterministic.
+    # Without `warn_only`, because with it the backward pass of flash attention stays
+    # non-deterministic.
     torch.use_deterministic_algorithms(True)
     batches = [
         ragged_batch([300, 20, 77, 150] if stage.trial_run else [900, 20, 377, 1500], 512, step=n)
@@ -60,7 +61,7 @@ def checkpoint(stage: Stage) -> Figures:
         manager = CheckpointManager(root, CheckpointConfig())
         newest = manager.newest()
         if newest is None:
-            raise CheckFailed("the checkpoint that was saved is not found")
+            raise CheckFailed("the saved checkpoint was not found")
         manager.load(trainer, newest)
         _require_equal("after loading", _bits(trainer), saved)
         for batch in batches[2:]:
@@ -71,7 +72,7 @@ def checkpoint(stage: Stage) -> Figures:
 
 
 def _bits(trainer: PolicyTrainer) -> list[Tensor]:
-    """Return the weights and the optimizer's own tensors, copied to the host."""
+    """Return copies of the weights and the optimizer's tensors in host memory."""
     from megatron_async.trainer.offload import optimizer_tensors, weight_tensors
 
     held = (*weight_tensors(trainer), *optimizer_tensors(trainer))
@@ -79,7 +80,10 @@ def _bits(trainer: PolicyTrainer) -> list[Tensor]:
 
 
 def _digests(tensors: list[Tensor]) -> list[str]:
-    """Digest of every tensor; hashlib releases the interpreter lock, so all cores take part."""
+    """Return the digest of every tensor.
+
+    hashlib releases the interpreter lock, so the threads use all cores.
+    """
     with ThreadPoolExecutor() as threads:
         return list(threads.map(digest, tensors))
 
@@ -94,12 +98,13 @@ def _require_equal(when: str, ours: list[Tensor], theirs: list[Tensor]) -> None:
         first = differing[0]
         gap = float((ours[first].double() - theirs[first].double()).abs().max())
         raise CheckFailed(
-            f"{when} {len(differing)} of {len(ours)} tensors differ; number {first} by {gap:.3g}"
+            f"{when}, {len(differing)} of {len(ours)} tensors differ; number {first} differs by "
+            f"{gap:.3g}"
         )
 
 
 def host_copies(stage: Stage) -> Figures:
-    """A trainer of 1.5B leaves its device and comes back, bit for bit; how fast."""
+    """Move a trainer of 1.5B parameters to host memory and back; check all bits, measure times."""
     from megatron_async.trainer.offload import DeviceContents, TrainerOffloader, _on_gpu
 
     config = toy(QWEN2_1B) if stage.trial_run else QWEN2_1B
@@ -123,12 +128,12 @@ def host_copies(stage: Stage) -> Figures:
                     if left > 0.05 * held:
                         raise CheckFailed(f"{left} of {held} bytes stayed on the device")
         if _digests(_bits(trainer)) != before:
-            raise CheckFailed("values changed on their way to the host and back")
+            raise CheckFailed("values changed when they moved to the host and back")
     return figures
 
 
 def ipc(stage: Stage) -> Figures:
-    """Weights by handle to another process on this device, through SGLang's unpickler."""
+    """Send weights by CUDA IPC handles to another process, which uses SGLang's unpickler."""
     from megatron_async.weight_sync.transports.tensor import flat_copy, serialize
 
     rows = 8 if stage.trial_run else 4096
@@ -143,7 +148,7 @@ def ipc(stage: Stage) -> Figures:
         )
     ]
     began = time.monotonic()
-    flat = flat_copy(bucket, by_value=False)  # alive until the child has ended
+    flat = flat_copy(bucket, by_value=False)  # must exist until the child has ended
     payload = serialize(flat)
     if stage.device == "cuda":
         torch.cuda.synchronize()
@@ -161,7 +166,7 @@ def ipc(stage: Stage) -> Figures:
     answer = json.loads(done.stdout.strip().splitlines()[-1])
     expected = {name: digest(tensor.cpu()) for name, tensor in bucket}
     if answer["digests"] != expected:
-        raise CheckFailed(f"the receiving process holds other values: {answer}")
+        raise CheckFailed(f"the receiving process has different values: {answer}")
     bytes_moved = sum(tensor.nbytes for _, tensor in bucket)
     return {
         "unpickler": answer["unpickler"],

@@ -1,8 +1,12 @@
-"""The trainer's checks on one rank with local layers: parity, updates and memory.
+"""Checks of the trainer on one rank with local layers: parity, updates and memory.
 
-bfloat16 is held to float32 of the same trainer on the same weights. Both bounds are loose beside
-what rounding gives (mean difference of log-probs below 0.01, cosine above 0.999 on the CPU) and far
-below what a wrong mask, head group, window or rope gives (above 0.1, below 0.9).
+Parity compares bfloat16 with float32, for the same trainer and the same weights:
+
+| | mean difference of log-probs | cosine of gradients |
+|---|---|---|
+| rounding errors, on the CPU | below 0.01 | above 0.999 |
+| bound of the check | 0.03 | 0.99 |
+| wrong mask, head group, window or rope | above 0.1 | below 0.9 |
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ if TYPE_CHECKING:
 
 MEAN_LOGPROB_BOUND = 0.03
 COSINE_BOUND = 0.99
-# Recomputation repeats the same operations; only their order in reductions may differ.
+# Recomputation repeats the same operations. Only the order of additions in reductions may differ.
 RECOMPUTE_COSINE_BOUND = 0.9999
 _RAGGED = (1500, 2, 37, 700, 700, 3, 129, 64, 2048, 5, 1024, 333)
 _UPDATES = 20
@@ -50,7 +54,7 @@ def _config(stage: Stage, config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def gradients_of(trainer: PolicyTrainer, batch: TokenBatch) -> dict[str, Tensor]:
-    """Main gradients of the mean cross-entropy of `batch`, in float32 on the host."""
+    """Return the main gradients of the mean cross-entropy of `batch`, in float32 in host memory."""
     from megatron_async.algorithms.algorithm import build_sft_algorithm
     from megatron_async.algorithms.device_batch import DeviceBatch
     from megatron_async.trainer.forward import PolicyRunner
@@ -76,7 +80,10 @@ def gradients_of(trainer: PolicyTrainer, batch: TokenBatch) -> dict[str, Tensor]
 
 
 def lowest_cosine(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Of all parameters, and its name; a gradient of zero is at 0 from any other."""
+    """Return the lowest cosine between gradients of one parameter, and the parameter's name.
+
+    The cosine is 0 if a gradient is zero.
+    """
     found = []
     for name, expected in theirs.items():
         a, b = ours[name].double().flatten(), expected.double().flatten()
@@ -90,7 +97,9 @@ def _require_close(
 ) -> float:
     cosine, name = lowest_cosine(ours, theirs)
     if not cosine >= bound:
-        raise CheckFailed(f"{what}: cosine of the gradient of {name} is {cosine:.5f} < {bound}")
+        raise CheckFailed(
+            f"{what}: the cosine of the gradients of {name} is {cosine:.5f}, below {bound}"
+        )
     return cosine
 
 
@@ -112,8 +121,8 @@ def _parity(stage: Stage, config: Mapping[str, Any]) -> Figures:
     difference_T = np.abs(narrow_T - wide_T)[trained_T]
     if not float(difference_T.mean()) <= MEAN_LOGPROB_BOUND:
         raise CheckFailed(
-            f"bfloat16 log-probs are {difference_T.mean():.4f} from float32's on average, more "
-            f"than {MEAN_LOGPROB_BOUND}"
+            f"log-probs in bfloat16 and float32 differ by {difference_T.mean():.4f} on average; "
+            f"the limit is {MEAN_LOGPROB_BOUND}"
         )
     if dummy != 0.0:
         raise CheckFailed(f"an empty microbatch left a gradient of {dummy}")
@@ -129,7 +138,7 @@ def _parity(stage: Stage, config: Mapping[str, Any]) -> Figures:
 
 
 def _dummy_gradient(trainer: PolicyTrainer) -> float:
-    """Largest gradient that a microbatch without sequences leaves (NaN counts)."""
+    """Return the largest gradient after a microbatch without sequences; NaN if one is NaN."""
     from megatron_async.algorithms.device_batch import DeviceBatch
     from megatron_async.trainer.forward import build_microbatch
     from megatron_async.trainer.optimizer import zero_gradients
@@ -147,17 +156,20 @@ def _dummy_gradient(trainer: PolicyTrainer) -> float:
 
 
 def grouped_heads(stage: Stage) -> Figures:
-    """bfloat16 to float32 on ragged sequences with grouped heads; recomputation; an empty one."""
+    """Check parity on sequences of different lengths, with grouped heads.
+
+    The check also compares recomputation with stored activations, and runs an empty microbatch.
+    """
     return _parity(stage, GQA)
 
 
 def window(stage: Stage) -> Figures:
-    """The same with sliding-window layers (Gemma 3)."""
+    """Check parity as `grouped_heads` does, with sliding-window layers (Gemma 3)."""
     return _parity(stage, WINDOW)
 
 
 def updates(stage: Stage) -> Figures:
-    """Updates of a random model of 1.5B: throughput, MFU, memory beside the planner's figure."""
+    """Train a random model of 1.5B; measure throughput, MFU, and memory next to its estimate."""
     from megatron_async.config.model import ParallelConfig
     from megatron_async.models.architecture import read_config_json
     from megatron_async.models.shape import shape_from_config
@@ -179,7 +191,7 @@ def updates(stage: Stage) -> Figures:
     with trainer_on(model, **changes) as trainer:
         batch = replace(batch, rollout_logprobs_T=trainer.compute_logprobs(batch))
         before = _mean_gain(trainer, batch)
-        first = trainer.train_batch(batch)  # compiles; not timed
+        first = trainer.train_batch(batch)  # not timed, because it compiles
         began = time.monotonic()
         reports = [trainer.train_batch(batch) for _ in range(_UPDATES - 1)]
         if stage.device == "cuda":
@@ -193,8 +205,8 @@ def updates(stage: Stage) -> Figures:
     skipped = sum(report.skipped_updates for report in (first, *reports))
     if skipped or not after > before:
         raise CheckFailed(
-            f"{skipped} updates skipped; reward-weighted log-prob went from {before:.4f} to "
-            f"{after:.4f} on the trained batch"
+            f"{skipped} updates were skipped; the log-prob of rewarded sequences relative to the "
+            f"others changed from {before:.4f} to {after:.4f} on the trained batch"
         )
     figures: dict[str, Any] = {
         "tokens": batch.num_tokens,
@@ -209,7 +221,7 @@ def updates(stage: Stage) -> Figures:
 
 
 def _mean_gain(trainer: PolicyTrainer, batch: TokenBatch) -> float:
-    """Mean log-prob of rewarded sequences' tokens minus that of the others'."""
+    """Return the mean log-prob of tokens in rewarded sequences minus that in other sequences."""
     logprobs_T = trainer.compute_logprobs(batch)
     trained_T = batch.loss_mask_T != 0
     good_T = np.repeat(batch.rewards_S, batch.lengths_S()) > 0
@@ -217,7 +229,10 @@ def _mean_gain(trainer: PolicyTrainer, batch: TokenBatch) -> float:
 
 
 def _utilization(batch: TokenBatch, shape: Any, seconds: float) -> dict[str, float]:
-    """Model FLOPs (no recomputation counted) over the rate that this card was measured at."""
+    """Return the model FLOP rate of an update, and its share of the measured rate of the device.
+
+    Recomputation does not count as model FLOPs.
+    """
     from benchmarks.kernels_gpu import measure_rates
 
     borders = batch.cu_seqlens_S1.tolist()

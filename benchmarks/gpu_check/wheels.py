@@ -1,11 +1,11 @@
-"""Collects the wheels that a bare GPU machine lacks: `python -m benchmarks.gpu_check --wheels DIR`.
+"""Collects wheels for a GPU machine without a network: `... benchmarks.gpu_check --wheels DIR`.
 
 The machine has Python 3.12 on x86-64 Linux, the packages of `MACHINE`, and no network.
 
 Invariants
-- Versions are those of launch/requirements-gpu-lock.txt for Python 3.12. Only the libraries that
-  the lock does not have are pinned here.
-- Every requirement of every collected wheel is met by another one or by the machine.
+- Versions come from launch/requirements-gpu-lock.txt, for Python 3.12. This module pins only
+  libraries that this file does not contain.
+- Another collected wheel or the machine satisfies each requirement of each collected wheel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MACHINE: Final = {
     "numpy": "2.5.2",
     "safetensors": "0.8.0",
 }
-# For the trainer's checks, for `doctor` and for `head_peers`. What they require is added.
+# Packages for the trainer's checks, `doctor` and `head_peers`. Their requirements are added.
 WANTED: Final = ("megatron-core", "einops", "pydantic", "pyyaml", "zstandard", "xxhash")
 WANTED_BY_DOCTOR: Final = ("aiohttp", "msgspec", "orjson", "psutil")
 PEERS: Final = {"liger-kernel": "0.8.5", "cut-cross-entropy": "25.1.1"}
@@ -43,11 +43,11 @@ _PIP_SECONDS = 300
 
 
 class WheelsError(Exception):
-    """Wheels that could not be collected; the message has the reason."""
+    """Raised if wheels could not be collected; the message has the reason."""
 
 
 def locked_versions() -> dict[str, str]:
-    """Return the version of each package that the GPU lock pins for the machine's Python."""
+    """Return the version of each package that the lock file pins for the machine's Python."""
     versions: dict[str, str] = {}
     for line in _LOCK.read_text().splitlines():
         text = line.partition("#")[0].strip()
@@ -57,7 +57,7 @@ def locked_versions() -> dict[str, str]:
 
 
 def collect_wheels(folder: Path) -> list[Path]:
-    """Download the missing wheels and all that they require into `folder`.
+    """Download the missing wheels and their requirements into `folder`.
 
     Args:
         folder: An empty or missing directory.
@@ -71,7 +71,7 @@ def collect_wheels(folder: Path) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
-        raise WheelsError(f"{folder} is not empty; name an empty or a new directory.")
+        raise WheelsError(f"{folder} is not empty. Name an empty or a new directory.")
     available = locked_versions() | PEERS
     missing = {*WANTED, *WANTED_BY_DOCTOR, *PEERS}
     while missing:
@@ -87,7 +87,7 @@ def collect_wheels(folder: Path) -> list[Path]:
 
 
 def main(folder: Path) -> int:
-    """Collect the wheels and print their sizes and how to install them; return the exit code."""
+    """Collect the wheels; print their sizes and how to install them; return the exit code."""
     try:
         wheels = collect_wheels(folder)
     except WheelsError as error:
@@ -98,7 +98,7 @@ def main(folder: Path) -> int:
     for name, mib in sizes.items():
         print(f"{mib:6.2f} MiB  {name}")
     print(
-        "On the machine, from this repository's root:\n"
+        "Run on the machine, in the root of this repository:\n"
         f"  python3 -m pip install --no-index --no-deps --target {folder}/site {folder}/*.whl\n"
         f"  export PYTHONPATH=$PWD:$PWD/kernels:$(realpath {folder}/site)\n"
         "  python3 -m benchmarks.gpu_check"
@@ -114,7 +114,7 @@ def _applies(requirement: Requirement) -> bool:
 
 
 def _download(versions: Mapping[str, str], folder: Path) -> None:
-    """Let pip download wheels of exactly these versions for the machine."""
+    """Download wheels of exactly these versions for the machine, with pip."""
     command = [*PIP, "download", "--quiet", "--only-binary=:all:", "--no-deps", "--dest"]
     command += [str(folder), "--python-version", _PYTHON, "--implementation", "cp"]
     for platform in _PLATFORMS:
@@ -130,7 +130,7 @@ def _download(versions: Mapping[str, str], folder: Path) -> None:
 
 
 def _unmet(folder: Path) -> set[str]:
-    """Return the packages that the wheels require and neither they nor the machine have.
+    """Return the packages that the wheels require and that neither the wheels nor the machine have.
 
     Raises:
         WheelsError: The version of a package does not satisfy the requirement of a wheel.
@@ -151,7 +151,7 @@ def _unmet(folder: Path) -> set[str]:
 
 
 def _metadata(folder: Path) -> Iterator[str]:
-    """Yield each wheel's METADATA."""
+    """Yield the METADATA of each wheel."""
     for wheel in folder.glob("*.whl"):
         with ZipFile(wheel) as archive:
             [name] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
