@@ -1,7 +1,8 @@
-"""Benchmarks: each prints a table of numbers measured in one run.
+"""Benchmark programs: each prints tables of numbers that it measures.
 
-Their runs load environments and rewards from this package in child processes, which import
-nothing from the working directory. So the repository's root is on the path of those.
+Benchmarks start runs whose child processes load environments and rewards from this package. Child
+processes import nothing from the working directory, so this module adds the repository's root to
+their PYTHONPATH.
 """
 
 import os

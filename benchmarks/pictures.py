@@ -1,10 +1,12 @@
 """Draws the pictures of README and documentation: `python -m benchmarks.pictures [RUN]`.
 
-The five schedules as timelines come from the simulator: the run's own scheduler on a virtual clock,
-two engines with four slots each, the same response lengths for all; the factors are medians of five
-seeds of 180 updates each, over that of `sync`. The learning curves come from
-benchmarks/results/quickstart.jsonl and smollm2.jsonl; RUN, a directory of such a name, writes one
-anew.
+- Timelines of the five schedules. The simulator runs the product's scheduler on a virtual clock,
+  with two engines of four slots each and the same response lengths for all schedules. The factors
+  in the titles are throughputs relative to `sync`. Each throughput is the median of five seeds with
+  180 updates each.
+- Learning curves, from benchmarks/results/quickstart.jsonl and smollm2.jsonl. RUN is a run
+  directory with the name `quickstart` or `smollm2`. If RUN is given, its file of metrics is first
+  replaced by the metrics of this run.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from megatron_async.simulate.world import World
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 RESULTS = Path(__file__).parent / "results"
-CURVES = {"quickstart": "learning", "smollm2": "smollm2"}  # of runs by their name
+# Name of the picture by the name of the run.
+CURVES = {"quickstart": "learning", "smollm2": "smollm2"}
 KEPT = ("kind", "step", "reward/mean", "eval/accuracy", "eval/accuracy_low", "eval/accuracy_high")
 PRESETS = {
     "sync": "sync: all wait for the longest response",
@@ -61,14 +64,19 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass
 class Timeline:
-    """Bars of a simulated run, in virtual seconds: (slot, begin, end, version) and (begin, end)."""
+    """Bars of a simulated run, in virtual seconds.
+
+    Attributes:
+        generated: For each span of generation: slot, start, end and policy version.
+        trained: For each update: start and end.
+    """
 
     generated: list[tuple[int, float, float, int]] = field(default_factory=list)
     trained: list[tuple[float, float]] = field(default_factory=list)
 
 
 class Watch:
-    """A recorder of the time in which each request ran under which version."""
+    """Recorder of the spans of time in which each request ran, with the policy version."""
 
     def __init__(self) -> None:
         self.world: World | None = None
@@ -113,7 +121,7 @@ class Watch:
 
 
 def settings_of(preset: str, seed: int) -> SimulationConfig:
-    """B = 4 groups of 2."""
+    """Return the settings of a simulation with batches of 4 groups of 2 (`rapid`: 8 groups)."""
     schedule: dict[str, Any] = {"preset": preset, "groups_per_batch": 4, "group_size": 2}
     if preset != "sync" and preset != "rapid":
         schedule["concurrency"] = 8
@@ -123,7 +131,7 @@ def settings_of(preset: str, seed: int) -> SimulationConfig:
 
 
 def trained_per_second(preset: str) -> float:
-    """Tokens a second in steady state, the median of several seeds."""
+    """Return the trained tokens per second after a warm-up, as the median of five seeds."""
     found = []
     for seed in range(5):
         world = build_world(settings_of(preset, seed))
@@ -134,7 +142,7 @@ def trained_per_second(preset: str) -> float:
 
 
 def timeline(preset: str) -> Timeline:
-    """A schedule's first minute and more."""
+    """Simulate a schedule for more than a minute of virtual time; return its timeline."""
     watch = Watch()
     watch.world = build_world(settings_of(preset, SETTINGS["seed"]), watch)  # type: ignore[arg-type]
     watch.world.run(SETTINGS["simulate"]["steps"])
@@ -142,7 +150,7 @@ def timeline(preset: str) -> Timeline:
 
 
 def keep_curve(run: Path) -> None:
-    """Write the part of a run's metrics that the learning curve shows."""
+    """Write the metrics of `run` that its learning curve needs, to benchmarks/results/."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     rows = [
         {name: line[name] for name in KEPT if name in line}
@@ -153,7 +161,7 @@ def keep_curve(run: Path) -> None:
 
 
 def draw_curve(run: str, dark: bool) -> None:
-    """Mean reward of every batch, and held-out accuracy with its 95 % interval."""
+    """Draw the mean reward of every batch, and held-out accuracies with 95 % intervals."""
     ink, paper = _colors(dark)
     rows = [json.loads(line) for line in (RESULTS / f"{run}.jsonl").open()]
     train = [row for row in rows if row["kind"] == "train"]
@@ -187,7 +195,7 @@ def draw_curve(run: str, dark: bool) -> None:
 
 
 def _colors(dark: bool) -> tuple[str, str]:
-    """Ink and paper."""
+    """Set the fonts of pictures; return the colors of ink and paper."""
     mpl.rcParams.update({"svg.hashsalt": "megatron_async", "svg.fonttype": "none"})
     mpl.rcParams.update({"font.family": "sans-serif", "font.size": 9})
     return ("#d7dae0", "#0d1117") if dark else ("#24292f", "#ffffff")
@@ -203,7 +211,13 @@ def _save(figure: Figure, name: str, dark: bool, paper: str) -> None:
 
 
 def draw(timelines: dict[str, Timeline], speeds: dict[str, float], dark: bool) -> None:
-    """The schedules one above the other; `speeds`: trained tokens a second."""
+    """Draw the timelines of all schedules, one above the other.
+
+    Args:
+        timelines: Timelines by schedule.
+        speeds: Trained tokens per second by schedule.
+        dark: Whether the picture is for a dark background.
+    """
     ink, paper = _colors(dark)
     figure, axes = plt.subplots(len(timelines), 1, figsize=(9, 8.2), sharex=True)
     colors = plt.get_cmap("viridis")

@@ -1,7 +1,7 @@
-"""Result files of the benchmarks: raw rows, Markdown tables, and the command that made them.
+"""Writes result files of benchmarks: raw rows, Markdown tables, and the command that made them.
 
-A long comparison is made in pieces. Each piece appends one JSON object, its row, to a file of rows
-as soon as it has ended, and a piece that has a row is not made again.
+A long comparison is split into pieces. When a piece ends, it appends one JSON object, its row, to a
+file of rows. A piece whose row exists is not repeated.
 """
 
 from __future__ import annotations
@@ -26,30 +26,32 @@ Row = dict[str, Any]
 
 
 def append(file: Path, row: Row) -> None:
-    """Append one row to `file`, which is created if it is missing."""
+    """Append one row to `file`; create the file if it is missing."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as out:
         out.write(json.dumps(row) + "\n")
 
 
 def read(file: Path) -> list[Row]:
-    """Return all rows of `file`; none if it does not exist."""
+    """Return all rows of `file`; an empty list if the file does not exist."""
     if not file.exists():
         return []
     return [json.loads(line) for line in file.read_text().splitlines() if line]
 
 
 def missing(wanted: Iterable[Row], rows: Sequence[Row]) -> list[Row]:
-    """Return the keys of `wanted` that no row contains, in their order."""
+    """Return the keys of `wanted` that no row contains, in the order of `wanted`."""
     return [key for key in wanted if not any(key.items() <= row.items() for row in rows)]
 
 
 def piece_options(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add the options of a comparison that is made in pieces: `--pieces`, `--rows`, `--table`."""
+    """Add the options of a comparison that consists of pieces: `--pieces`, `--rows`, `--table`."""
     file = RESULTS / f"{name}.jsonl"
-    parser.add_argument("--pieces", type=int, default=1000, help="make at most so many runs")
-    parser.add_argument("--rows", type=Path, default=file, help="the file of rows")
-    parser.add_argument("--table", action="store_true", help="only print the table of the rows")
+    parser.add_argument("--pieces", type=int, default=1000, help="largest number of runs to make")
+    parser.add_argument("--rows", type=Path, default=file, help="file of rows")
+    parser.add_argument(
+        "--table", action="store_true", help="only print the table of existing rows"
+    )
 
 
 def make_missing(
@@ -58,7 +60,7 @@ def make_missing(
     options: argparse.Namespace,
     measure: Callable[[Row], Row],
 ) -> None:
-    """Make each piece of `wanted` that has no row in `rows`; append its row to `options.rows`."""
+    """Measure each piece of `wanted` without a row in `rows`; append its row to `options.rows`."""
     todo = [] if options.table else missing(wanted, rows)
     for key in todo[: options.pieces]:
         row = {**key, **measure(key), "date": f"{datetime.date.today()}"}
@@ -67,7 +69,7 @@ def make_missing(
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
-    """Return `median (least to most)`, or only the value if there is one."""
+    """Return `median (smallest to largest)`, only the value if there is one, or `-` if none."""
     if not values:
         return "-"
     middle = f"{statistics.median(values):,.{digits}f}"
@@ -77,7 +79,7 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 
 
 def table(header: str, rows: Iterable[Sequence[object]]) -> str:
-    """Return a Markdown table; the columns of `header` are separated by ` | `."""
+    """Return a Markdown table; ` | ` separates the columns in `header`."""
     lines = [f"| {header} |", "|---" * (header.count(" | ") + 1) + "|"]
     lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
     return "\n".join(lines)
@@ -86,7 +88,7 @@ def table(header: str, rows: Iterable[Sequence[object]]) -> str:
 def command_line(module: str) -> str:
     """Return `python -m MODULE` with the arguments of this process.
 
-    `--out` is left out, because the path of the result file may exist on one machine only.
+    `--out` is left out, because the path of the result file may exist only on one machine.
     """
     given, kept = iter(sys.argv[1:]), list[str]()
     for argument in given:
@@ -101,7 +103,7 @@ def command_line(module: str) -> str:
 def commit() -> str:
     """Return the short hash of this tree's commit, or `unknown` without git.
 
-    GPU_CHECK_COMMIT names it where the tree was copied without its history.
+    If the tree was copied without its history, set GPU_CHECK_COMMIT to the hash.
     """
     if (given := os.environ.get("GPU_CHECK_COMMIT")) is not None:
         return given
@@ -114,13 +116,13 @@ def commit() -> str:
 
 
 def made(module: str) -> str:
-    """Return the command, date and machine of a result as one line."""
+    """Return one line with the command, the date and the machine of a result."""
     machine = f"{os.cpu_count()} cores, Python {platform.python_version()}"
     return f"`{command_line(module)}`, {datetime.date.today()}, {machine}"
 
 
 def publish(module: str, title: str, text: str, out: Path | None) -> None:
-    """Print `text`; if `out` is given, write it there below the title and `made(module)`."""
+    """Print `text`; if `out` is given, also write it there, after the title and `made(module)`."""
     print(text)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,1 +1,4 @@
-"""One script per experiment that the five sources describe, each with its negative control."""
+"""Scripts that repeat experiments of CoPRIS, PipelineRL, PRIME-RL and RAPID, one script for each.
+
+Each script has a negative control: a variant of the experiment in which the effect must be absent.
+"""

@@ -1,10 +1,10 @@
-"""CoPRIS (arXiv 2511.05589): drift of partial rollouts over a long run, for several N'.
+"""CoPRIS (arXiv 2511.05589): measures drift over a long run, for several N' (requests in flight).
 
     python -m benchmarks.papers.copris_drift --model runs/quickstart/sft
 
-The source names drift as the price of a larger N': more of each batch comes from older policies.
-Printed by quarter of the run: lag, off-policy share, KL(rollout || policy), ESS, reward. Negative
-control: the synchronous loop, whose drift must be zero.
+According to the source, a larger N' increases drift: more tokens of each batch come from older
+policies. The program prints lag, off-policy share, KL(rollout || policy), ESS and reward for each
+quarter of the run. Negative control: the synchronous loop must not drift.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def main() -> None:
         options,
         "CoPRIS: drift over a long run",
         [
-            "Source (arXiv 2511.05589): no published figure of drift was found; the abstract only "
-            "states that off-policy trajectories are corrected for, a description of the paper "
-            "that a larger N' means more off-policy tokens and that N' = 2048 drifts more than "
-            "1024. Values by quarter of the run. `sync` is the negative control: its lag must be "
-            "0.",
+            "Source (arXiv 2511.05589): no published number for drift was found. The abstract only "
+            "states that CoPRIS corrects for off-policy trajectories. A description of the paper "
+            "says that a larger N' means more off-policy tokens, and that N' = 2048 drifts more "
+            "than 1024. The table has values for each quarter of the run. `sync` is the negative "
+            "control: its lag must be 0.",
             table(f"run | {' | '.join(METRICS)} | largest lag | accuracy", rows),
             NO_MEASURE,
         ],

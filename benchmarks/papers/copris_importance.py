@@ -1,9 +1,9 @@
-"""CoPRIS (arXiv 2511.05589): cross-stage importance sampling on and off, at two model sizes.
+"""CoPRIS (arXiv 2511.05589): trains with and without cross-stage importance sampling.
 
     python -m benchmarks.papers.copris_importance --model runs/quickstart/sft \
         --second-model runs/small/sft
 
-A second model of the same family is made like this:
+These commands create a second model of the same family with another size:
 
     python -c "from pathlib import Path; from megatron_async.models.tiny_model import *; \
         build_tiny_model(Path('runs/small/model'), 1, TinyModel(112, layers=3, ffn_size=320))"
@@ -11,10 +11,11 @@ A second model of the same family is made like this:
         model.path=runs/small/model parallel.ranks=1 parallel.tensor=1 \
         sft.optimizer.name=adam sft.optimizer.lr=3e-3 sft.steps=900 sft.examples=57600
 
-The source: an ablation with and without the correction at two model sizes; stability is what it is
-for (the source's figures were not found). To make the correction matter at this scale, data are
-stale on purpose: several updates on one batch. Negative control: with one update on each batch of a
-synchronous loop all data are on-policy, and the correction must make no difference.
+The source has an ablation with and without the correction at two model sizes; the correction is
+meant for stability. The source's numbers were not found. At this scale, the correction has an
+effect only if data are stale, so these runs make several updates on each batch. Negative control:
+with one update on each batch of a synchronous loop, all data are on-policy, and the correction must
+make no difference.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ OFF: dict[str, Any] = {"algorithm": {"recipe": "copris", "correction": {"preset"
 
 
 def runs(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return the changes of the four runs by name."""
+    """Return the changed settings of the four runs, by the run's name."""
     stale = {"schedule": {"preset": "copris", "updates_per_batch": options.stale_updates}}
     fresh = {"schedule": {"preset": "sync", "updates_per_batch": 1}}
     found = {
@@ -47,14 +48,16 @@ def runs(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     parser = training_parser(__doc__, "copris_importance", steps=12)
-    parser.add_argument("--second-model", type=Path, help="another size, fine-tuned alike")
+    parser.add_argument(
+        "--second-model", type=Path, help="model of another size, fine-tuned in the same way"
+    )
     parser.add_argument("--stale-updates", type=int, default=8, help="updates on each batch")
     parser.add_argument("--lr", type=float, default=2e-4)
     options = parser.parse_args()
     parts = [
-        "Source (arXiv 2511.05589): comparable or better accuracy than the synchronous loop with "
-        "the correction (abstract); the ablation without it, at two model sizes, is known to us "
-        "from a description only, its figures were not found."
+        "Source (arXiv 2511.05589): with the correction, accuracy is comparable with the "
+        "synchronous loop or better (abstract). The ablation without it, at two model sizes, is "
+        "known only from a description of the paper; its numbers were not found."
     ]
     for model in [options.model, *([options.second_model] if options.second_model else [])]:
         with bench(model, options) as train:

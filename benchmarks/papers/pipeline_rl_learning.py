@@ -1,10 +1,12 @@
-"""PipelineRL (arXiv 2509.19128): learning with G updates a generation against in-flight updates.
+"""PipelineRL (arXiv 2509.19128): compares learning with in-flight updates and conventional loops.
 
     python -m benchmarks.papers.pipeline_rl_learning --model runs/quickstart/sft
 
-The source: G of 8 and 16 and PipelineRL learn equally much per sample, G = 32 less, G = 64
-diverges. All runs train on equally many trajectories in minibatches of equal size: with G updates a
-generation is G times as large. Negative control: G = 1, which is on-policy.
+The conventional loop generates one large batch and makes G optimizer steps on it. According to the
+source, PipelineRL and the conventional loop with G = 8 and G = 16 learn equally well per sample,
+G = 32 learns less, and G = 64 diverges. All runs train on the same number of trajectories, in
+minibatches of equal size, so a batch of G updates is G times as large. Negative control: G = 1,
+which is on-policy.
 """
 
 from __future__ import annotations
@@ -39,11 +41,11 @@ def main() -> None:
         options,
         "PipelineRL: learning per sample",
         [
-            "Source (arXiv 2509.19128v1, section 5): reward by samples is the same for G = 8, G = "
-            "16 and PipelineRL, G = 32 is slower and unstable, G = 64 diverges; PipelineRL's "
-            "largest lag is above that of every G, its effective sample size like that of G = 8. "
-            "The lag column counts from the start of a batch: within one, minibatch i of G is i "
-            "updates older still.",
+            "Source (arXiv 2509.19128v1, section 5): for G = 8, G = 16 and PipelineRL, the reward "
+            "after the same number of samples is equal. G = 32 is slower and unstable, and G = 64 "
+            "diverges. The largest lag of PipelineRL is larger than that of every G, and its "
+            "effective sample size is like that of G = 8. The lag column counts from the start of "
+            "a batch: for minibatch i of the G minibatches of a batch, add i updates.",
             training_table("run", runs, *COLUMNS, "lag mean / max"),
             NO_MEASURE,
         ],

@@ -1,12 +1,14 @@
-"""PipelineRL (arXiv 2509.19128): T of 128 GPUs train, under a bound on the lag.
+"""PipelineRL (arXiv 2509.19128): simulates 128 GPUs of which T train, with a bound on the lag.
 
     python -m benchmarks.papers.pipeline_rl_split
 
-The source's model: throughput = min(generation, training), and T is chosen so that it is largest
-while the largest lag stays within g_max. Here, for each T: generation alone (a trainer that takes
-no time), training alone (from the trainer's cost model), both together in the simulator, and the
-largest N' of a list whose largest lag is within the bound. Negative control: with a trainer that
-takes no time the best T is the smallest.
+In the source's model, the throughput is the minimum of the generation rate and the training rate. T
+is chosen to maximize this throughput, while the largest lag is at most g_max. For each T, this
+program prints the rate of generation with a trainer that takes no time, the rate of training from
+the trainer's cost model, and the rate of both together in the simulator. N' is the number of
+requests in flight: from a list, the program chooses the N' with the highest throughput among those
+whose largest lag is within the bound. Negative control: if the trainer takes no time, the smallest
+T must be the best.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ def split(trainers: int) -> tuple[str, ...]:
 
 
 def training_alone(trainers: int) -> float:
-    """Trained response tokens a second of a trainer that never waits."""
+    """Return the response tokens per second of a trainer that never waits for batches."""
     config = load_simulation(CONFIGS / f"{CONFIG}.yaml", list(split(trainers)))
     source = group_source(config)
     groups = range(config.schedule.groups_per_batch)
@@ -43,7 +45,10 @@ def training_alone(trainers: int) -> float:
 
 
 def within(bound: int, trainers: int, *overrides: str) -> tuple[int, Summary] | None:
-    """The fastest N' of the list whose largest lag is at most `bound`."""
+    """Return the fastest N' in `CONCURRENCIES` with a largest lag of at most `bound`, and its run.
+
+    The result is None if no N' is within the bound.
+    """
     found = [
         (n, point(CONFIG, *split(trainers), *overrides, f"schedule.concurrency={n}"))
         for n in CONCURRENCIES
@@ -88,12 +93,12 @@ def main() -> None:
         "PipelineRL: T training GPUs of 128 under a lag bound (simulated, tokens/s)",
         [
             "Source (arXiv 2509.19128v1, section 4 and appendix A.3): throughput = min(generation, "
-            "training); T and the requests in flight are searched for the largest one within "
-            "g_max.",
+            "training). T and the number of requests in flight are searched for the highest "
+            "throughput with a largest lag of at most g_max.",
             table(header, rows),
             "Best T: " + ", ".join(f"{t} for g_max {b}" for b, t in best.items()) + ".",
             f"Negative control, a trainer that takes no time (N' = 3072): the best T is {fastest}, "
-            f"the smallest of the list is {min(TRAINERS)}.",
+            f"and the smallest T in the list is {min(TRAINERS)}.",
         ],
     )
 

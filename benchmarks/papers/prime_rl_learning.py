@@ -1,9 +1,9 @@
-"""PRIME-RL: learning with `max_async_level` k in {0, 1, 2, 4}.
+"""PRIME-RL: trains with `max_async_level` k in {0, 1, 2, 4}.
 
     python -m benchmarks.papers.prime_rl_learning --model runs/quickstart/sft
 
-The source: asynchrony of a few levels does not hurt the reward. Also printed: that the bound held.
-Negative control: k = 0 is on-policy; its lag must be 0.
+According to the source, a small k does not reduce the reward. The table also shows the largest lag,
+which must be at most k. Negative control: k = 0 is on-policy, so its lag must be 0.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def main() -> None:
         "PRIME-RL: learning under asynchrony",
         [
             "Source: Prime Intellect's announcement of INTELLECT-2 reports that its ablations "
-            "reproduce DeepScaleR's results without degradation under asynchrony; a public summary "
-            "reports it for two steps, and for up to four on some tasks. No figures for k = 0 "
-            "beside others were found. The largest lag must be at most k.",
+            "reproduce DeepScaleR's results without degradation under asynchrony. A public summary "
+            "reports this for two steps, and for up to four steps on some tasks. No numbers that "
+            "compare k = 0 with other values were found. The largest lag must be at most k.",
             training_table("k", runs, *COLUMNS, "s/step"),
             NO_MEASURE,
         ],

@@ -1,11 +1,12 @@
-"""PRIME-RL: `max_async_level` k in {0, 1, 2, 4}, on the simulator.
+"""PRIME-RL: simulates `max_async_level` k in {0, 1, 2, 4}.
 
     python -m benchmarks.papers.prime_rl_level
 
-The source: rollouts of step n come from version max(0, n - k) or newer; with k = 1 and equal stage
-times neither side idles, k = 2 leaves room for a slow weight broadcast. Here 8 of 32 H100 train a
-7B model and 24 generate. Negative control: with a trainer and an update that take no time and equal
-lengths there is nothing to hide, so k must gain nothing (at equal requests in flight).
+According to the source, rollouts of step n come from version max(0, n - k) or newer. With k = 1 and
+equal times of both stages, neither side idles. k = 2 tolerates a slow weight broadcast. In the
+simulation, 8 of 32 H100 GPUs train a 7B model and 24 generate. Negative control: if the trainer and
+the weight update take no time and all lengths are equal, a larger k must gain nothing at equal
+requests in flight.
 """
 
 from __future__ import annotations
@@ -47,17 +48,18 @@ def main() -> None:
         "PRIME-RL: how far inference may run ahead, 7B, 32 GPUs (simulated)",
         [
             'Source (prime-rl\'s documentation, page "Async", of a version that still has '
-            "`max_async_level`): with k = 1 and equal step times neither side idles; the default "
-            "k = 2 lets a weight broadcast over the Internet overlap. It gives no figures; equal "
-            "step times are tested (`tests/simulate/test_async_level.py`: 0.2 % and 0.0 % idle).",
+            "`max_async_level`): with k = 1 and equal step times, neither side idles. With the "
+            "default k = 2, a weight broadcast over the Internet overlaps with generation. The "
+            "source has no numbers. A test has equal step times "
+            "(`tests/simulate/test_async_level.py`: 0.2 % and 0.0 % idle).",
             "Stale groups are dropped (`on_stale: drop`, the preset's default):",
             table(header, rows()),
-            "The update waits for stragglers instead (`on_stale: wait`):",
+            "The update waits for long responses instead (`on_stale: wait`):",
             table(header, rows("schedule.on_stale=wait")),
-            "A weight update of 30 s (engines are paused for all of it here; a broadcast that runs "
-            "beside generation is not modeled, so k cannot hide it):",
+            "A weight update of 30 s. In the simulation, engines are paused during the whole "
+            "update. A broadcast during generation is not modeled, so no k can hide the update:",
             table(header, rows(*SLOW_BROADCAST)),
-            "Negative control, a trainer and an update that take no time, all lengths equal:",
+            "Negative control: trainer and weight update take no time, and all lengths are equal:",
             table(header, rows(*FREE_TRAINER, *UNIFORM)),
         ],
     )

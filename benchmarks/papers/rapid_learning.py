@@ -1,11 +1,11 @@
-"""RAPID (arXiv 2510.03515): H updates on one inference batch: staleness, clipping, length, time.
+"""RAPID (arXiv 2510.03515): trains with H updates on each inference batch.
 
     python -m benchmarks.papers.rapid_learning --model runs/quickstart/sft
 
-For each H: mean staleness (log of the clipped whole-generation weight), share of clipped
-generations, response length, seconds per update and accuracy. Every run makes equally many updates
-of equal size. Negative control: H = 1, where every generation is on-policy: nothing is clipped and
-the staleness is 0.
+For each H, the table has the mean staleness (log of the clipped weight of a whole generation), the
+share of clipped generations, the response length, the seconds per update and the accuracy. Every
+run makes the same number of updates of equal size. Negative control: with H = 1, every generation
+is on-policy, so no weight is clipped and the staleness is 0.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
         "RAPID: H updates a generation, trained",
         [
             "Source (abstract of arXiv 2510.03515): 11–34 % less time at similar or better "
-            "accuracy; no figures of staleness or clipping by H were found. H = 1 is "
+            "accuracy. No numbers for staleness or clipping at different H were found. H = 1 is "
             "the negative control: it must be on-policy.",
             table(HEADER, rows),
             NO_MEASURE,

@@ -1,16 +1,20 @@
-"""RAPID (arXiv 2510.03515): H updates on one large inference batch, on the simulator.
+"""RAPID (arXiv 2510.03515): simulates H updates on one large inference batch.
 
     python -m benchmarks.papers.rapid_updates
 
-Four GPUs generate and train in turn, as the authors' public training scripts have it
-(configs/simulate/rapid-0.5b-4gpu.yaml): 256 responses an update on MATH, 32 on MBPP+ and MiniF2F;
-three epochs, evaluated before and after each. The source reports 11 to 34 % less time than its RL
-baselines, which generate anew for every update (H = 1): policy gradient without, GRPO with a
-reference model's pass. (Earlier work of the same authors, arXiv 2505.17218, reports 83 % against a
-standard GRPO loop.) Every sequence is computed at the length of the longest of its generated batch,
-which is what limits the saving: a larger batch has a longer longest. The staleness of a minibatch
-is its place in the batch: (H - 1) / 2 on average. Negative control: with a switch of phases and a
-rollout that cost nothing, larger batches can save nothing.
+Four GPUs alternate between generation and training, as in the authors' public training scripts
+(configs/simulate/rapid-0.5b-4gpu.yaml). An update has 256 responses on MATH, and 32 on MBPP+ and
+MiniF2F. A run has three epochs, with an evaluation before the first epoch and after each epoch.
+
+The source reports 11 to 34 % less time than its RL baselines, which generate a new batch for every
+update (H = 1). The baseline GRPO has a forward pass of a reference model; the baseline policy
+gradient does not. Earlier work of the same authors, arXiv 2505.17218, reports 83 % less time than a
+standard GRPO loop.
+
+Every sequence is padded to the length of the longest sequence in its generated batch. This limits
+the saving, because the longest sequence of a larger batch is longer. The staleness of a minibatch
+is its position in the batch, which is (H - 1) / 2 on average. Negative control: if rollouts and the
+switch between generation and training cost no time, larger batches cannot save time.
 """
 
 from __future__ import annotations
@@ -37,17 +41,17 @@ NO_ROLLOUT = (
 
 @dataclass(frozen=True)
 class Task:
-    """One of the source's benchmarks: groups of 4 responses, prompts, the published saving."""
+    """A benchmark of the source, with groups of 4 responses: its sizes and the published saving."""
 
     name: str
     groups: int
-    """Of one optimizer step."""
+    """Number of groups in one optimizer step."""
     evaluated: int
-    """Groups that are evaluated together."""
+    """Number of groups that are evaluated together."""
     prompts: int
     test_prompts: int
     published: tuple[int, float]
-    """H, and the time that is saved with it."""
+    """H, and the share of time that is saved with this H."""
 
 
 MATH = Task("MATH", 64, 32, 12_000, 500, (4, 0.11))
@@ -56,7 +60,10 @@ MBPP = Task("MBPP+", 8, 16, 264, 114, (8, 0.34))
 
 
 def simulated(groups: int, updates: int, passes: int, *overrides: str) -> Summary:
-    """One batch of `updates` optimizer steps with so many passes without gradient."""
+    """Simulate batches of `updates` optimizer steps.
+
+    `passes` is the number of additional forward passes without gradient.
+    """
     size = (
         f"schedule.updates_per_batch={updates}",
         f"schedule.groups_per_batch={groups * updates}",
@@ -66,7 +73,10 @@ def simulated(groups: int, updates: int, passes: int, *overrides: str) -> Summar
 
 
 def evaluations_seconds(task: Task, passes: int) -> float:
-    """Before training and after each epoch: the test prompts generated and passed forward."""
+    """Return the seconds of all evaluations of a run, before training and after each epoch.
+
+    An evaluation generates responses to the test prompts and runs `passes` forward passes.
+    """
     no_training = (
         f"schedule.groups_per_batch={task.evaluated}",
         "simulate.training_flops_per_parameter=2",
@@ -79,14 +89,14 @@ def evaluations_seconds(task: Task, passes: int) -> float:
 
 
 def run_minutes(task: Task, updates: int, passes: int) -> tuple[int, float]:
-    """Optimizer steps and minutes of a whole run; a last, smaller batch is dropped."""
+    """Return the optimizer steps and minutes of a whole run, without a last, incomplete batch."""
     batches = EPOCHS * (task.prompts // (task.groups * updates))
     training = batches * simulated(task.groups, updates, passes).step_seconds
     return batches * updates, (training + evaluations_seconds(task, passes)) / 60
 
 
 def run_saving(task: Task, updates: int, baseline_passes: int) -> float:
-    """Share of the minutes of a whole run that H = `updates` saves."""
+    """Return the share of a whole run's minutes that H = `updates` saves."""
     return 1 - run_minutes(task, updates, 1)[1] / run_minutes(task, 1, baseline_passes)[1]
 
 
@@ -95,7 +105,7 @@ def saved(seconds: float, base: float) -> str:
 
 
 def update_rows(groups: int, *overrides: str) -> list[tuple[object, ...]]:
-    """Per optimizer step."""
+    """Return a row for each H, with the seconds of one optimizer step."""
     bases = [simulated(groups, 1, passes, *overrides).step_seconds for passes in (0, 1)]
     out: list[tuple[object, ...]] = []
     for updates in UPDATES:
@@ -115,7 +125,7 @@ def update_rows(groups: int, *overrides: str) -> list[tuple[object, ...]]:
 
 
 def run_rows(task: Task) -> list[tuple[object, ...]]:
-    """Whole runs; the baselines first."""
+    """Return rows with the minutes of whole runs: first the baselines, then each H."""
     bases = [run_minutes(task, 1, passes) for passes in (0, 1)]
     out: list[tuple[object, ...]] = [
         (task.name, name, steps, f"{minutes:.1f}", "–", "–", "")
@@ -142,19 +152,20 @@ def main() -> None:
         "RAPID: H updates a generation, 0.5B, four GPUs (simulated)",
         [
             "Source: 11 % (MATH, H = 4), 32 % (MiniF2F, H = 8) and 34 % (MBPP+, H = 8) less time "
-            "than its baselines (its Tables 1 and 3, without their other three cells); 83 % "
-            "against a standard GRPO loop in earlier work (abstract of arXiv 2505.17218). Clipped "
-            "share and response length need a real training: `rapid_learning.py`.",
-            "MATH, 256 responses an update:",
+            "than its baselines (Tables 1 and 3; three other cells of the tables are left out). "
+            "Earlier work reports 83 % less time than a standard GRPO loop (abstract of arXiv "
+            "2505.17218). The share of clipped generations and the response length need real "
+            "training: see `rapid_learning.py`.",
+            "MATH, 256 responses per update:",
             table(header, update_rows(MATH.groups)),
-            "MBPP+ and MiniF2F, 32 responses an update:",
+            "MBPP+ and MiniF2F, 32 responses per update:",
             table(header, update_rows(MBPP.groups)),
-            "Whole runs: three epochs and four evaluations, scoring not counted:",
+            "Whole runs of three epochs and four evaluations, without the time for scoring:",
             table(run_header, [row for task in (MATH, MINIF2F, MBPP) for row in run_rows(task)]),
-            "What an assumption decides: MATH on other GPUs (H100), and packed instead of padded:",
+            "Effect of two assumptions: MATH on H100 GPUs, and with packing instead of padding:",
             table(header, update_rows(MATH.groups, "simulate.gpu.name=H100")),
             table(header, update_rows(MATH.groups, "simulate.padding=packed")),
-            "Negative control (MATH), rollout and switching that cost nothing:",
+            "Negative control (MATH): rollouts and the switch of phases cost no time:",
             table(header, update_rows(MATH.groups, *NO_ROLLOUT)),
         ],
     )

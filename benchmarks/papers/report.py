@@ -1,7 +1,7 @@
-"""Shared parts of the scripts of this package: options, simulated points, result files.
+"""Shared functions of the scripts in this package: options, simulations and result files.
 
-Every result file has the command that made it, what the source reports, and the negative control.
-The numbers in it come from that run only.
+Every result file has the command that made it, the numbers of the source, and the negative control.
+All other numbers come from the run of that command.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from megatron_async.simulate.statistics import Summary
 
 CONFIGS = ROOT / "configs" / "simulate"
 UNIFORM = ("simulate.lengths.distribution=constant",)
-"""The negative control: every response has the distribution's median length."""
+"""Overrides of a negative control: every response has the median length of the distribution."""
 
 
 @cache
 def point(config: str, *overrides: str) -> Summary:
-    """Simulate `configs/simulate/CONFIG.yaml`; equal points are simulated once."""
+    """Simulate `configs/simulate/CONFIG.yaml` with overrides; repeat no earlier simulation."""
     print(f"{config} {' '.join(overrides)}", file=sys.stderr, flush=True)
     return simulate(load_simulation(CONFIGS / f"{config}.yaml", list(overrides)))
 
 
 def parser(doc: str | None, script: str) -> argparse.ArgumentParser:
-    """Return a parser with the option that every script has."""
+    """Return a parser with the options that every script has."""
     out = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     file = RESULTS / "papers" / f"{script}.md"
     out.add_argument("--out", type=Path, default=file, help="Markdown file to write")

@@ -1,8 +1,9 @@
-"""Real trainings of the quickstart model on one warm engine, for benchmarks of what is learned.
+"""Trains the quickstart's model on one warm engine, for benchmarks of learning.
 
-Each run is a whole training in this process (`megatron_async.testing.local`): one trainer rank, the
-scheduler, the store, reasoning-gym's scorer. All runs of a script start from the same fine-tuned
-model (the quickstart leaves one in runs/NAME/sft) and see equally many trajectories.
+Each run is a whole training in this process (`megatron_async.testing.local`), with one trainer
+rank, the scheduler, the store and reasoning-gym's scorer. All runs of a script start from the same
+fine-tuned model, which the quickstart leaves in runs/NAME/sft, and train on the same number of
+trajectories.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Training:
-    """One finished run: metrics by step, and greedy accuracy before and after in percent."""
+    """A finished run: metrics of each step, and greedy accuracy before and after it in percent."""
 
     name: str
     lines: list[Line]
@@ -49,7 +50,7 @@ class Training:
     after: float
 
     def mean(self, metric: str) -> float:
-        """Over the steps that have it; nan when none has."""
+        """Return the mean over the steps that have the metric; NaN if no step has it."""
         values = self.series(metric)
         return float(np.mean(values)) if values else float("nan")
 
@@ -57,17 +58,17 @@ class Training:
         return max(self.series(metric), default=float("nan"))
 
     def series(self, metric: str) -> list[float]:
-        """By step."""
+        """Return the values of a metric in the order of steps."""
         return [float(line[metric]) for line in self.lines if metric in line]
 
     @property
     def final_reward(self) -> float:
-        """Mean over the last quarter of the steps."""
+        """Mean reward over the last quarter of the steps."""
         rewards = self.series("rollout/reward_mean")
         return float(np.mean(rewards[-max(1, len(rewards) // 4) :]))
 
     def columns(self) -> dict[str, str]:
-        """Return the cells of this run's row in a table of trainings, by their header."""
+        """Return the cells of this run's row in a table of trainings, by column header."""
         lag = self.mean("rollout/lag_mean")
         most = self.largest("rollout/lag_max")
         return {
@@ -87,27 +88,33 @@ def training_table(first: str, runs: Mapping[str, Training], *columns: str) -> s
     """Return a Markdown table with a row for each run.
 
     Args:
-        first: The header of the first column, which has the names in `runs`.
-        runs: The trainings by name.
-        columns: The headers of the other columns, from `Training.columns`.
+        first: Header of the first column, which has the names of runs.
+        runs: Trainings by name.
+        *columns: Headers of the other columns, from `Training.columns`.
     """
     rows = [[name, *(run.columns()[column] for column in columns)] for name, run in runs.items()]
     return table(" | ".join([first, *columns]), rows)
 
 
 def quickstart_adam() -> dict[str, Any]:
-    """Return the quickstart's settings with Adam, which the tables in results/ were measured with.
+    """Return the quickstart's settings with Adam instead of Muon.
 
-    The quickstart itself has trained with Muon since 23 November 2026; Adam is the optimizer that
-    all compared systems have. The model that those tables begin with is of `launch/quickstart.sh`
-    with `sft.optimizer.name=adam sft.optimizer.lr=3e-3 sft.steps=900 sft.examples=57600
-    model.dtype=float32`.
+    The quickstart trains with Muon since 23 November 2026. The tables in results/ were measured
+    with Adam, because all compared systems have Adam. Their runs start from the model of
+    `launch/quickstart.sh` with the settings `sft.optimizer.name=adam sft.optimizer.lr=3e-3
+    sft.steps=900 sft.examples=57600 model.dtype=float32`.
     """
     return merge(read_yaml(ROOT / "configs" / "quickstart.yaml"), ADAM)
 
 
 def training_parser(doc: str | None, name: str, steps: int) -> argparse.ArgumentParser:
-    """Options that every script with a training has. `steps` is the default."""
+    """Return a parser with the options of every script that trains.
+
+    Args:
+        doc: Docstring of the script.
+        name: Name of the script.
+        steps: Default of `--steps`.
+    """
     out = parser(doc, name)
     out.add_argument("--model", type=Path, required=True, help="fine-tuned quickstart model")
     out.add_argument("--steps", type=int, default=steps, help="batches of each run")
@@ -117,7 +124,12 @@ def training_parser(doc: str | None, name: str, steps: int) -> argparse.Argument
 
 
 def run_on(config: RunConfig, url: str) -> RunDirectory:
-    """Make a whole run in this process, on the engine at `url`. Raises what any run would raise."""
+    """Make a whole run in this process on the engine at `url`; return its run directory.
+
+    Raises:
+        UserError: As for any run.
+        ComponentFailure: As for any run.
+    """
     directory = RunDirectory.create(config)
     pool = LocalScorerPool(config.scorers, config.model.path)
     scorers = pool if config.scores else NoScorers()
@@ -131,7 +143,7 @@ def run_on(config: RunConfig, url: str) -> RunDirectory:
 
 
 def train(config: RunConfig, url: str) -> Training:
-    """Train to the end on the engine at `url`."""
+    """Make a whole run on the engine at `url`; return its metrics and accuracies."""
     print(config.name, file=sys.stderr, flush=True)
     directory = run_on(config, url)
     evaluations = read_metrics(directory.metrics_file, kind="eval")
@@ -142,7 +154,10 @@ def train(config: RunConfig, url: str) -> Training:
 def configure(
     name: str, overrides: dict[str, Any], model: Path, root: Path, options: argparse.Namespace
 ) -> RunConfig:
-    """The quickstart's settings, without its own schedule and recipe."""
+    """Return the settings of a run.
+
+    `overrides` are applied to the quickstart's settings without its schedule and recipe.
+    """
     base = {**quickstart_adam(), "schedule": {}, "algorithm": {}}
     common = {
         "name": name,
@@ -160,7 +175,7 @@ def configure(
 
 @contextmanager
 def engine(config: RunConfig, log: Path) -> Iterator[str]:
-    """Start an engine of the run's model, yield its URL and stop it at the end."""
+    """Start an engine for the run's model; yield its URL, and stop the engine at the end."""
     process = SGLangProcess(Path(config.model.path), config.engines, log)
     process.start()
     try:
@@ -173,11 +188,13 @@ def engine(config: RunConfig, log: Path) -> Iterator[str]:
 def bench(
     model: Path, options: argparse.Namespace
 ) -> Iterator[Callable[[str, dict[str, Any]], Training]]:
-    """Start an engine for `model`; yield a function that trains a named configuration on it."""
+    """Start an engine for `model`; yield a function that trains with given settings on it."""
     with tempfile.TemporaryDirectory(prefix="papers-") as scratch:
         root = Path(scratch)
         with engine(configure("engine", {}, model, root, options), root / "engine.log") as url:
             yield lambda name, changes: train(configure(name, changes, model, root, options), url)
 
 
-NO_MEASURE = "Two CPU cores, possibly shared: seconds compare runs of one table at best. One seed."
+NO_MEASURE = (
+    "Two CPU cores, possibly shared with other work: compare seconds only in one table. One seed."
+)

@@ -1,1 +1,1 @@
-"""A run that is killed as a whole and resumed: what it costs."""
+"""Measures the costs of killing all processes of a run and resuming it."""

@@ -1,8 +1,8 @@
-"""What a kill of everything costs: tokens, pauses of generation, and seconds until the run is back.
+"""Measures the costs of a kill of all processes: lost tokens, pauses, and seconds until training.
 
     python -m benchmarks.restart [--kills 5] [--scratch 1] [--seed 1]
 
-Runs that have a row in `--rows` are not made again.
+Runs whose row exists in `--rows` are not repeated.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from benchmarks.restart.run import RestartedRun, killed_run, lengths, scratch_ru
 from megatron_async.trajectory.types import CHUNK_TOKENS
 from tests.crash.run import prepare
 
-_PROBLEMS = 1000  # a batch may hold none twice
+_PROBLEMS = 1000  # more than the groups of a batch, which must not contain a problem twice
 _BACK_SECONDS = 30.0
 _ABOUT = """\
 Each measured run is `megatron-async train` on simulated engines, with all responses of one batch in
-flight. All its processes get SIGKILL when the engines have generated a random number of tokens, and
-it is resumed until that batch is trained. A run from scratch generates the same responses without a
-kill. What engines had generated at the kill is in memory-mapped counters
-(`benchmarks/restart/counters.py`); what the store had is what requests after the resume begin with.
-The simulated engines take no time to read a prompt, nor the tokens that a resumed response has."""
+flight. When the engines have generated a random number of tokens, all processes of the run get
+SIGKILL. Then the run is resumed until that batch is trained. A run from scratch generates the same
+responses without a kill. Memory-mapped counters (`benchmarks/restart/counters.py`) contain the
+number of tokens that engines had generated at the kill. The number of tokens in the store is the
+length with which requests start after the resume. The simulated engines take no time to read a
+prompt or the tokens of a resumed response."""
 _FIGURES = (
     ("generated", "tokens generated at the kill, millions", 1e-6, 2),
     ("unfinished", "unfinished responses then", 1, 0),
@@ -56,12 +57,13 @@ _FIGURES = (
 )
 """Name in the rows, description, factor and decimal places of each line of the tables.
 
-Lines before the seconds of a start are of the time until the kill, or until the batch is complete.
+Lines before `first_request` describe the time until the kill or, without a kill, until the batch is
+complete.
 """
 
 
 def shown(rows: Sequence[Row]) -> str:
-    """Return a table with a column for each run, and the median with the range."""
+    """Return a table with a column for each run and a column with median and range."""
     lines = []
     for name, text, factor, digits in _FIGURES:
         if all(name in row for row in rows):
@@ -73,7 +75,7 @@ def shown(rows: Sequence[Row]) -> str:
 
 
 def goals(rows: Sequence[Row]) -> str:
-    """Return the goals beside the worst figure of all runs."""
+    """Return a table that compares each goal with the worst measurement of all runs."""
     still = max(row["engine_pauses"] + row["blocked"] for row in rows)
     lost, back, trained = (
         max(row[name] for row in rows) for name in ("lost_largest", "first_token", "trained")
@@ -100,9 +102,10 @@ def report(rows: Sequence[Row], options: argparse.Namespace) -> str:
     tokens = sum(lengths(answers, options.longest, options.seed))
     parts = [
         _ABOUT,
-        f"Measured on {measured}. {answers:,} responses of {tokens / 1e6:.1f} million tokens, the "
-        f"longest {options.longest:,}; engines send {options.stream_interval} tokens at a time, a "
-        f"chunk of the store has {CHUNK_TOKENS} tokens or 2 s. The trainer gets the first "
+        f"Measured on {measured}. The {answers:,} responses have {tokens / 1e6:.1f} million tokens "
+        f"together, and the longest has {options.longest:,}. Engines send "
+        f"{options.stream_interval} tokens at a time. A chunk of the store has {CHUNK_TOKENS} "
+        "tokens, or the tokens of 2 s. The trainer gets only the first "
         f"{TRAINED_TOKENS} tokens of each response.",
     ]
     if killed:
@@ -114,7 +117,7 @@ def report(rows: Sequence[Row], options: argparse.Namespace) -> str:
 
 @contextmanager
 def folder_of_runs() -> Iterator[Path]:
-    """A folder with the model and the problems."""
+    """Yield a temporary directory with the model and the problems."""
     with tempfile.TemporaryDirectory(prefix="restart-") as scratch:
         root = Path(scratch)
         prepare(root)
@@ -124,7 +127,7 @@ def folder_of_runs() -> Iterator[Path]:
 
 
 def measure(piece: Row, root: Path, options: argparse.Namespace) -> Row:
-    """Make one run and remove what it wrote; return its row without the key."""
+    """Make one run and remove its files; return its row without the key."""
     name = f"{piece['kind']}{piece['number']}"
     run = RestartedRun(root, name, options)
     total = sum(run.config["experiment"]["forced_lengths"])
@@ -138,18 +141,24 @@ def measure(piece: Row, root: Path, options: argparse.Namespace) -> Row:
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options."""
+    """Parse the command line; return the options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--scratch", type=int, default=1, help="runs without a kill")
-    parser.add_argument("--seed", type=int, default=1, help="of lengths, prompts and kills")
+    parser.add_argument("--seed", type=int, default=1, help="seed of lengths, prompts and kills")
     parser.add_argument("--groups", type=int, default=192)
     parser.add_argument("--group-size", type=int, default=16)
-    parser.add_argument("--longest", type=int, default=5500, help="tokens of a response")
-    parser.add_argument("--step-seconds", type=float, default=0.04, help="of an engine")
+    parser.add_argument("--longest", type=int, default=5500, help="longest response, in tokens")
+    parser.add_argument(
+        "--step-seconds", type=float, default=0.04, help="seconds of an engine's decode step"
+    )
     parser.add_argument("--stream-interval", type=int, default=16)
     parser.add_argument(
-        "--moments", type=float, nargs=2, default=(0.5, 0.7), help="shares of the batch's tokens"
+        "--moments",
+        type=float,
+        nargs=2,
+        default=(0.5, 0.7),
+        help="range of the kill, in shares of all tokens",
     )
     reporting.piece_options(parser, "restart")
     parser.add_argument("--out", type=Path, default=RESULTS / "restart.md")
@@ -158,7 +167,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parsed()
-    # So that a run is not left behind.
+    # SIGTERM must end the run too, so it raises SystemExit here.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     wanted: list[Row] = [{"kind": "kill", "number": i} for i in range(options.kills)]
     wanted[1:1] = [{"kind": "scratch", "number": i} for i in range(options.scratch)]

@@ -1,8 +1,8 @@
-"""Counters of one run's processes in files that are mapped into memory (`benchmarks.restart`).
+"""Counters of a run's processes in memory-mapped files, for `benchmarks.restart`.
 
-A page that a process has written to such a file stays there when the process is killed, so that
-the counters hold what the engines had generated at the moment of a SIGKILL. `COUNTING` puts them
-into the processes of a run (`tests/crash/injection.py`).
+A value that a process has written to a memory-mapped file survives a kill of the process. The
+counters therefore contain the number of tokens that engines had generated at a SIGKILL. `COUNTING`
+adds the counters to the processes of a run (`tests/crash/injection.py`).
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from megatron_async.trajectory.batch import TokenBatch
 VARIABLE = "RESTART_COUNTERS"
 FIELDS = ("first", "last", "events", "longest", "seconds", "tokens", "pauses")
 MAX_TRAJECTORIES = 8192
-TRAINED_TOKENS = 64  # of each response: a model on two cores would take minutes for all of them
+TRAINED_TOKENS = 64
+"""Tokens of each response that the trainer gets. All tokens would take minutes on two cores."""
 _TRAJECTORY = re.compile(r"(?<![\w-])t(\d+)-\d+;")
 
 
 class Counters:
-    """Named numbers and one number for each trajectory, in one file.
+    """The numbers in `FIELDS` and one number for each trajectory, in a memory-mapped file.
 
-    `first` and `last` are times of day; 0 is a number that was never set.
+    `first` and `last` are times in seconds since the epoch. Numbers that were never set are 0.
     """
 
     def __init__(self, file: Path, *, new: bool = True) -> None:
@@ -48,7 +49,7 @@ class Counters:
 
     @property
     def trajectories(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """The number of each trajectory, to be read or set."""
+        """Writable array with the number of each trajectory."""
         return self._all[len(FIELDS) :]
 
     def __getitem__(self, name: str) -> float:
@@ -58,13 +59,13 @@ class Counters:
         self._all[FIELDS.index(name)] = value
 
     def happened(self) -> None:
-        """Set the time of the last event to now, and that of the first if there was none."""
+        """Set `last` to the current time; also set `first` if it is not set."""
         now = time.time()
         self["first"] = self["first"] or now
         self["last"] = now
 
     def waited(self, seconds: float) -> None:
-        """Add one wait."""
+        """Add a wait of `seconds` to the number, the sum and the maximum of waits."""
         self["events"] += 1
         self["seconds"] += seconds
         self["longest"] = max(self["longest"], seconds)
@@ -72,18 +73,18 @@ class Counters:
 
 @cache
 def of_this_process(kind: str) -> Counters:
-    """Return this process's counters of one kind, in the folder that the environment names."""
+    """Return the counters of this kind for this process, in the folder that `VARIABLE` names."""
     return Counters(Path(os.environ[VARIABLE]) / f"{kind}-{os.getpid()}")
 
 
 def read_counters(folder: Path, kind: str) -> list[Counters]:
-    """Return the counters of all processes of this kind."""
+    """Return the counters of this kind of all processes."""
     return [Counters(file, new=False) for file in sorted(folder.glob(f"{kind}-*"))]
 
 
 @lru_cache(maxsize=4 * MAX_TRAJECTORIES)
 def trajectory_of(request_id: str) -> int | None:
-    """Return the trajectory of a request; None for requests of evaluations and checks."""
+    """Return the trajectory ID in a request ID; None for requests of evaluations and checks."""
     found = _TRAJECTORY.search(request_id)
     return None if found is None else int(found[1])
 
@@ -94,13 +95,14 @@ COUNTING: Final = {
     "megatron_async.engines.host": f"{__name__}:count_waits_for_the_store",
     "megatron_async.train_loop.manager_client": f"{__name__}:count_batches",
 }
-"""Changes for `injection.injected`. The processes also need `VARIABLE`."""
+"""Functions that change modules, for `injection.injected`. The processes also need `VARIABLE`."""
 
 
 def count_steps(module: ModuleType) -> None:
-    """Count an engine's steps: a wait is the time from the end of one to that of the next.
+    """Count the steps and pauses of simulated engines.
 
-    The number of a trajectory is its length, prompt included, as of the engine's newest token.
+    A wait is the time from the end of a step to the end of the next step. The number of a
+    trajectory is its length in tokens, including the prompt, at the engine's newest token.
     """
     engine_class = module.SimulatedEngine
     step, pause = engine_class._step, engine_class.pause
@@ -131,7 +133,7 @@ def count_steps(module: ModuleType) -> None:
 
 
 def count_back_pressure(module: ModuleType) -> None:
-    """Count the waits of streams that are not read on, since the store has not written a chunk."""
+    """Count the waits of streams that are not read, because the store has not written a chunk."""
     relay_class = module.StreamRelay
     room = relay_class._room
 
@@ -144,7 +146,7 @@ def count_back_pressure(module: ModuleType) -> None:
 
 
 def count_waits_for_the_store(module: ModuleType) -> None:
-    """Let clients of engines count how long the reader of a stream takes for each chunk."""
+    """Replace clients of engines by `CountingClient`."""
     launcher_class = module.HostedEngines
     launch = launcher_class.launch
 
@@ -155,7 +157,7 @@ def count_waits_for_the_store(module: ModuleType) -> None:
 
 
 def count_batches(module: ModuleType) -> None:
-    """Count the trainer's batches, and give it only the start of each response."""
+    """Count the tokens of the trainer's batches; cut each response to `TRAINED_TOKENS`."""
     link_class = module.RemoteLink
     next_batch = link_class.next_batch
 
@@ -172,10 +174,11 @@ def count_batches(module: ModuleType) -> None:
 
 
 class CountingClient(ForwardingClient):
-    """A client that also counts how long the reader of a stream takes for each chunk.
+    """Client that also measures the time that the reader of a stream takes for each chunk.
 
-    That is the time to add it to the store, and to wait where a full chunk is not committed yet.
-    The number of a trajectory is the length, prompt included, that its first request began with.
+    In this time, the reader adds the chunk to the store and, if a full chunk is not committed yet,
+    waits for its commit. The number of a trajectory is the length with which its first request
+    started, including the prompt.
     """
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
@@ -193,7 +196,7 @@ class CountingClient(ForwardingClient):
 
 
 def cut(batch: TokenBatch, tokens: int) -> TokenBatch:
-    """Return the batch with at most `tokens` tokens of each response."""
+    """Return the batch with each response cut to at most `tokens` tokens."""
     lengths_S = np.minimum(batch.lengths_S(), batch.prompt_lengths_S + tokens)
     starts = batch.cu_seqlens_S1[:-1]
     kept = np.concatenate(
