@@ -1,16 +1,22 @@
-"""Scheduler speed: events a second at N' in flight, with more and more buffered trajectories.
+"""Measures the scheduler's events per second, for growing numbers of buffered trajectories.
 
     python -m benchmarks.scheduler [--in-flight 4096] [--buffered 0 10000 100000] [--rounds 5]
         [--out benchmarks/results/scheduler.md]
 
-Each scheduler is brought into a steady state (all slots used, the buffer full), then the buffer
-sizes take turns on the same stream of events: chunks of tokens (90 %), completions with their
-scores, aborts (an aborted trajectory goes into the buffer, the oldest one comes out) and load
-reports; before each turn the buffer is filled up again.
-Only `Scheduler.step` counts: its share of a round's time, of the round's CPU time, which other
-processes do not add to. The ratio is that of the time per event to the empty buffer's. It is done
-without a lag bound and with one (k = 64, so that the buffer does not expire meanwhile).
-Prints one table; with --out, also writes it with the command, the date and the machine.
+The buffer contains partial trajectories, which wait for a free request. N' requests are in flight.
+There is one scheduler for each buffer size. Each scheduler is first brought into a steady state:
+all N' requests run, and the buffer is full. Then the schedulers alternate in rounds, with equally
+distributed events: chunks of tokens (90 %), completions with their scores, aborts and load reports.
+An aborted trajectory enters the buffer, and the oldest one leaves it. Before each round, the buffer
+is filled up.
+
+Only the time in `Scheduler.step` counts. It is computed as the step's share of the round's wall
+time, multiplied by the round's CPU time, because other processes do not change the CPU time. The
+last column is the time per event relative to the empty buffer. All sizes are measured without a lag
+bound and with the bound k = 64, which is so large that no buffered trajectory becomes too old.
+
+The program prints one table. With --out, it also writes the table with the command, the date and
+the machine.
 """
 
 from __future__ import annotations
@@ -37,7 +43,20 @@ BOUNDS = (None, 64)
 
 @dataclass
 class Load:
-    """One scheduler under load; `spent` is the time inside `step`, `events` their number."""
+    """A scheduler under load.
+
+    Attributes:
+        bound: Lag bound; None for no bound.
+        in_flight: Requests in flight.
+        buffered: Size of the buffer.
+        spent: Wall seconds in `Scheduler.step`.
+        events: Number of events so far.
+        version: Current policy version.
+        given: Number of groups created so far.
+        running: Running trajectories.
+        place: Index of each running trajectory in `running`.
+        queue: Events that follow from actions and are not sent yet.
+    """
 
     bound: int | None
     in_flight: int
@@ -70,7 +89,7 @@ class Load:
         self._drain_queue()
 
     def _fill_buffer(self) -> None:
-        """Partial trajectories, as if found at a resume, until `buffered` of them wait."""
+        """Add partial trajectories, as a resume does, until `buffered` of them wait."""
         found = []
         for _ in range((self.buffered - self.scheduler.view().buffered_partial) // GROUP):
             spec = self._new_group()
@@ -124,7 +143,7 @@ class Load:
             self._send(self.queue.popleft())
 
     def run(self, events: int) -> float:
-        """CPU seconds per event over about `events` events, the buffer filled up before."""
+        """Fill the buffer and send about `events` events; return the CPU seconds per event."""
         self._fill_buffer()
         self._drain_queue()
         spent, done = self.spent, self.events
@@ -149,7 +168,7 @@ class Load:
 
 
 def measure(arguments: argparse.Namespace) -> str:
-    """Return the table of all bounds and buffer sizes."""
+    """Measure all lag bounds and buffer sizes; return the table."""
     rows = []
     for bound in BOUNDS:
         loads = [Load(bound, arguments.in_flight, size) for size in arguments.buffered]
@@ -176,11 +195,13 @@ def measure(arguments: argparse.Namespace) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--in-flight", type=int, default=4096, help="N'")
+    parser.add_argument("--in-flight", type=int, default=4096, help="N', requests in flight")
     parser.add_argument("--buffered", type=int, nargs="+", default=[0, 10_000, 100_000])
     parser.add_argument("--events", type=int, default=40_000, help="events in a round")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds; the median counts")
-    parser.add_argument("--out", type=Path, help="write the table here too")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="number of rounds, whose median is reported"
+    )
+    parser.add_argument("--out", type=Path, help="file to which the table is also written")
     arguments = parser.parse_args()
     sizes = f"N' = {arguments.in_flight}, {ENGINES} engines, groups of {GROUP}, B = {BATCH}; "
     text = f"{sizes}medians of {arguments.rounds} rounds.\n\n{measure(arguments)}"

@@ -1,29 +1,31 @@
-"""Schedules side by side on the real engine: same prompts, same lengths, one call.
+"""Compares schedules on the real engine, with the same prompts and the same response lengths.
 
     python -m benchmarks.schedules --presets sync copris           # five pairs: about an hour
-    python -m benchmarks.schedules --presets sync copris --pieces 4     # four runs of those
-    python -m benchmarks.schedules --table                         # of the rows there are
+    python -m benchmarks.schedules --presets sync copris --pieces 4     # at most four of these runs
+    python -m benchmarks.schedules --table                         # table of existing rows
 
-Lengths. Every trajectory's response length is forced (a recorded length per trajectory id), once
-long-tailed (`tail`) and once equal for all (`uniform`), the negative control: there asynchrony must
-show no gain. The model is the quickstart's architecture with random weights; everything else is the
-real run: SGLang, Megatron under torchrun. All figures are per optimizer step of the same number of
-trajectories: a batch of `rapid` is H times as large and is taken in H minibatches.
+Lengths. The length of every response is forced: each trajectory ID has a recorded length. The
+lengths `tail` have a long tail. The lengths `uniform` are all equal; this is the negative control,
+in which asynchrony must gain nothing. The model has the quickstart's architecture and random
+weights. Everything else is as in a real run, with SGLang, and Megatron under torchrun. All numbers
+are per optimizer step, and each step trains the same number of trajectories. A batch of `rapid` is
+H times as large and is trained in H minibatches.
 
-Equal work. Schedules are compared by trained tokens for each second in which requests may run. The
-seconds of a step are not comparable, because a schedule that takes the responses that end first
-trains on shorter ones. That evens out over a run, but not over its first steps, which are not
-measured.
+Equal work. Schedules are compared by the trained tokens per second in which requests may run. The
+seconds of a step are not comparable: a schedule that trains first on the responses that end first
+trains on shorter responses. Over a whole run, the lengths even out, but not over the first steps,
+which are not measured.
 
-Sizes. On a CPU core a decode step of this model costs about 4.6 ms and 0.1 to 0.2 ms more for each
-running request. At the default of 32 requests the constant part still counts, as it does on a GPU.
-With hundreds of requests an idle slot costs nothing, and no schedule can gain.
+Sizes. On a CPU core, a decode step of this model takes about 4.6 ms, plus 0.1 to 0.2 ms for each
+running request. With the default of 32 requests, the constant part is a large part of the time, as
+on a GPU. With hundreds of requests, an idle slot costs nothing, and no schedule can gain.
 
-Repetitions. The schedules alternate, and a ratio is of two runs of one repetition, because the
-machine's speed changes within minutes. Ratios that spread by more than 25 % of their median are
-void, and printed as such.
+Repetitions. The schedules alternate. Each ratio compares two runs of the same repetition, because
+the machine's speed changes within minutes. If ratios spread by more than 25 % of their median, they
+are marked as void.
 
-Prints Markdown; with --out, also writes it with the command, the date and the machine.
+The program prints Markdown. With --out, it also writes the text with the command, the date and the
+machine.
 """
 
 from __future__ import annotations
@@ -54,7 +56,14 @@ PRESETS = ["sync", "rapid", "copris", "pipeline", "async"]
 
 
 def forced_lengths(kind: str, count: int, longest: int) -> list[int]:
-    """`tail`: log-normal with the given longest value; `uniform`: all equal to the tail's mean."""
+    """Return `count` response lengths.
+
+    Args:
+        kind: `tail` for a log-normal distribution that is clipped at `longest`, or `uniform` for
+            the mean of that distribution.
+        count: Number of lengths.
+        longest: Largest length.
+    """
     rng = np.random.default_rng(0)
     tail = np.exp(rng.normal(0.0, 1.0, count))
     tail = np.clip(np.round(tail / np.quantile(tail, 0.995) * longest), 8, longest).astype(int)
@@ -66,7 +75,7 @@ def forced_lengths(kind: str, count: int, longest: int) -> list[int]:
 def settings_of(
     preset: str, kind: str, model: Path, root: Path, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return what differs from the quickstart's settings."""
+    """Return the settings that differ from the quickstart's settings."""
     updates = RAPID_UPDATES if preset == "rapid" else 1
     batch = options.groups * updates
     return {
@@ -78,7 +87,7 @@ def settings_of(
             "preset": preset,
             "groups_per_batch": batch,
             "group_size": GROUP,
-            # The synchronous loops have their whole batch in flight; the others N'.
+            # `sync` and `rapid` have their whole batch in flight, the other schedules N' requests.
             "concurrency": batch * GROUP if preset in ("sync", "rapid") else options.concurrency,
             "updates_per_batch": updates,
         },
@@ -92,7 +101,7 @@ def settings_of(
 
 
 def measure(key: Row, options: argparse.Namespace) -> Row:
-    """Make one whole run; return its row without the key."""
+    """Make the whole run of `key`; return its row without the key."""
     with tempfile.TemporaryDirectory(prefix="schedules-") as scratch:
         root = Path(scratch)
         build_tiny_model(root / "model", seed=1)
@@ -105,9 +114,9 @@ def measure(key: Row, options: argparse.Namespace) -> Row:
 
 
 def row_of(updates: int, warm_up: int, lines: Sequence[Row]) -> Row:
-    """Return the means over a run's metrics without the first `warm_up` updates.
+    """Return the means of a run's metrics without the first `warm_up` updates.
 
-    Times and tokens are per optimizer step, of which each line has `updates`.
+    Times and tokens are per optimizer step. Each line of metrics describes `updates` steps.
     """
     lines = lines[warm_up // updates :]
 
@@ -127,17 +136,17 @@ def row_of(updates: int, warm_up: int, lines: Sequence[Row]) -> Row:
 
 
 def per_rollout_second(row: Row) -> float:
-    """Return the trained tokens for each second in which requests may run."""
+    """Return the trained tokens per second in which requests may run."""
     return float(row["trained_tokens"] / row["rollout_seconds"])
 
 
 def per_second(row: Row) -> float:
-    """Return the trained tokens for each second of the run."""
+    """Return the trained tokens per second of the run."""
     return float(row["trained_tokens"] / row["step_seconds"])
 
 
 def time_table(rows: Sequence[Row]) -> str:
-    """Return medians and ranges; ratios are against `sync` of the same repetition."""
+    """Return a table with medians and ranges; ratios are relative to `sync` of the repetition."""
     header = (
         "lengths | schedule | runs | trained tokens/step | trained tokens/rollout s | x sync "
         "| trained tokens/s | x sync | rollout s/step | whole s/step "
@@ -195,18 +204,20 @@ def describe_lengths(longest: int) -> str:
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options, by default those of this process."""
+    """Parse the command line; return the options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--presets", nargs="+", default=PRESETS)
     parser.add_argument("--lengths", nargs="*", default=["tail", "uniform"])
     parser.add_argument("--warm-up", type=int, default=12, help="updates that are not measured")
     parser.add_argument("--steps", type=int, default=24, help="measured updates of each run")
-    parser.add_argument("--groups", type=int, default=4, help="B, groups of 8 per update")
-    parser.add_argument("--concurrency", type=int, default=32, help="N' of the others")
+    parser.add_argument("--groups", type=int, default=4, help="B, number of groups of 8 per update")
+    parser.add_argument(
+        "--concurrency", type=int, default=32, help="N' of schedules other than sync and rapid"
+    )
     parser.add_argument("--longest", type=int, default=1024, help="longest response, tokens")
     parser.add_argument("--repetitions", type=int, default=5)
     piece_options(parser, "schedules")
-    parser.add_argument("--out", type=Path, help="write the table here too")
+    parser.add_argument("--out", type=Path, help="file to which the table is also written")
     return parser.parse_args(arguments)
 
 
@@ -224,7 +235,7 @@ def pieces(options: argparse.Namespace) -> list[Row]:
 def recorded(options: argparse.Namespace) -> list[Row]:
     """Return the rows that were made with the sizes of `options`.
 
-    Rows of 2026 also have the sizes of trainings that this program made then.
+    Rows of 2026 also have other sizes, because this program then also made trainings.
     """
     wanted = {name: getattr(options, name) for name in SIZES}
     rows = [row for row in read(options.rows) if wanted.items() <= row["sizes"].items()]

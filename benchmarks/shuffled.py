@@ -1,7 +1,7 @@
-"""A reward for the negative control: each member of a group gets the reward of another one.
+"""Reward for a negative control: it shuffles the rewards of a group among the group's members.
 
-Rewards are drawn anew among the members, so that groups keep their rewards and what a member did
-has nothing to do with what it gets. An evaluation asks each problem once; there it changes nothing.
+A group keeps its rewards, but the reward of a member does not depend on the member's response. In
+an evaluation, each problem has one response, so the reward is unchanged.
 """
 
 from __future__ import annotations
@@ -13,19 +13,23 @@ from megatron_async.scoring.rewards import Sample
 
 
 def guessed(sample: Sample, high: int = 100) -> float:
-    """What `examples/guessing_game` gives for the episode: 1 where its last guess is right."""
+    """Return the reward of `examples/guessing_game`: 1 if the last guess is right, else 0."""
     number = random.Random(sample.metadata["seed"]).randint(1, high)
     text = sample.response.strip()
     return float(text.isdecimal() and int(text) == number)
 
 
 def calculated(sample: Sample) -> float:
-    """1 for the right product as the last answer."""
+    """Return 1 if the last response is the right product, else 0."""
     return float(sample.response.strip() == sample.answer)
 
 
 class Shuffled:
-    """`of`: `game`, whose environment has given its own reward already, or `product`."""
+    """Group reward with shuffled rewards of the game or the products.
+
+    If `of` is `game`, the environment itself also gives the true reward, which is subtracted. If it
+    is `product`, only this reward counts.
+    """
 
     def __init__(self, of: str, seed: int = 0) -> None:
         self._score = guessed if of == "game" else calculated
@@ -33,7 +37,10 @@ class Shuffled:
         self._random = random.Random(seed)
 
     def __call__(self, samples: Sequence[Sample]) -> list[tuple[float, dict[str, float]]]:
-        """The difference to what another member has; the part `true` is the member's own."""
+        """Return the reward of each member, with the member's true reward as component `true`.
+
+        Together with the environment's reward, if any, it is the true reward of a random member.
+        """
         own = list(map(self._score, samples))
         others = self._random.sample(own, len(own))
         return [

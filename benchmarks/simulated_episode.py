@@ -1,12 +1,16 @@
-"""Simulated against measured: the step time of episodes that call a tool, on the CPU engine.
+"""Compares the simulated and the measured step time of episodes that call a tool, on a CPU.
 
     python -m benchmarks.simulated_episode --folder runs/episodes
 
-`benchmarks.simulated_step` for episodes of --turns turns with a tool that takes --seconds
-(`slow_tool.py`). The model is the untrained one of the example `guessing_game`, which is made where
-it is missing: its answers have any length up to --tokens. Beside what it gets there, the simulator
-gets of the first half of the steps the mean number of turns, the mean seconds of a reply, the mean
-length of what the environment sends, and the lengths of answers. Goal: within 15 %.
+The program works as `benchmarks.simulated_step`, with episodes of --turns turns and a tool that
+takes --seconds for each reply (`slow_tool.py`). It uses the untrained model of the example
+`guessing_game`, and creates the model if it is missing. The responses of this model have any length
+up to --tokens.
+
+In addition to the inputs of `benchmarks.simulated_step`, the simulator gets measured values of the
+episodes: the mean number of turns, the mean length of the environment's messages and the lengths of
+responses, over all episodes, and the mean seconds of a reply, over the first half of the steps. The
+goal is a difference of at most 15 %.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ EXAMPLE = ROOT / "examples" / "guessing_game"
 
 
 def settings(model: Path, root: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """The example's, in one process, with a slow tool, and nothing learned."""
+    """Return the example's settings with one rank, a slow tool, and a learning rate near 0."""
     environment = {
         "name": f"{ROOT / 'benchmarks' / 'slow_tool.py'}:SlowTool",
         "arguments": {"turns": options.turns, "seconds": options.seconds},
@@ -55,7 +59,7 @@ def settings(model: Path, root: Path, options: argparse.Namespace) -> dict[str, 
 
 
 def episodes_of(directory: RunDirectory) -> list[Trajectory]:
-    """The episodes that have ended."""
+    """Return the ended episodes of a run, also those that compaction has exported."""
     with closing(StoreReader(directory.store_file)) as reader:
         everything = [*reader.summaries(), *export.summaries(reader)]
         ended = [s.trajectory_id for s in everything if s.turns and s.finish_reason is not None]
@@ -63,7 +67,7 @@ def episodes_of(directory: RunDirectory) -> list[Trajectory]:
 
 
 def shape_of(episodes: list[Trajectory]) -> tuple[dict[str, Any], list[int]]:
-    """What the simulator gets of episodes, and the lengths of answers."""
+    """Return the simulator's settings for these episodes, and the lengths of all responses."""
     answers, observations = [], []
     for episode in episodes:
         for turn in episode.turns:
@@ -78,12 +82,16 @@ def shape_of(episodes: list[Trajectory]) -> tuple[dict[str, Any], list[int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "episodes")
-    parser.add_argument("--turns", type=int, default=5, help="of an episode")
-    parser.add_argument("--seconds", type=float, default=0.5, help="of a tool's reply")
-    parser.add_argument("--tokens", type=int, default=32, help="of an answer, at most")
-    parser.add_argument("--steps", type=int, default=16, help="measured steps (two halves)")
-    parser.add_argument("--warm-up", type=int, default=4, help="steps left out before them")
-    parser.add_argument("--out", type=Path, help="write the table here too")
+    parser.add_argument("--turns", type=int, default=5, help="turns of an episode")
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds of a tool's reply")
+    parser.add_argument("--tokens", type=int, default=32, help="longest response, in tokens")
+    parser.add_argument(
+        "--steps", type=int, default=16, help="number of measured steps, in two halves"
+    )
+    parser.add_argument(
+        "--warm-up", type=int, default=4, help="number of earlier steps that are not measured"
+    )
+    parser.add_argument("--out", type=Path, help="file to which the table is also written")
     options = parser.parse_args()
     options.folder = options.folder.absolute()
     model = untrained_model("guessing_game", options.folder)

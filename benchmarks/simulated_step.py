@@ -1,15 +1,16 @@
-"""Simulated against measured: the step time of the quickstart's schedule on the CPU engine.
+"""Compares the simulated and the measured step time of the quickstart's schedule, on a CPU.
 
     python -m benchmarks.simulated_step --model runs/quickstart/sft
 
-1. `profile-engine` measures decode and prefill of a real SGLang engine on this machine.
-2. A real training with the quickstart's schedule runs on that engine (one trainer rank).
-3. The simulator gets the profile, the trainer's and the weight update's mean seconds of the
-   *first* half of the steps, and the lengths of the responses; it predicts rollout and step time.
-4. Both are compared over the *second* half.
+1. The profiler of `profile-engine` measures decode and prefill of an SGLang engine on this machine.
+2. A real training with the quickstart's schedule and one trainer rank runs on that engine.
+3. The simulator gets the profile, the response lengths, and the mean seconds of training and weight
+   updates in the *first* half of the steps. It predicts the rollout time and the step time.
+4. The prediction is compared with the measurements in the *second* half of the steps.
 
-The simulator gets nothing of the rollout time: the scheduler's decisions, the decode batch as it
-shrinks and grows, prefill of resumed requests come from the model. Goal: within 15 %.
+The simulator gets no measured rollout time. The scheduler makes the decisions, and the cost model
+gives the times of decode batches of changing size and of the prefill of resumed requests. The goal
+is a difference of at most 15 %.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ COST_MODEL = "engine.yaml"
 
 
 def settings(model: Path, root: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """The quickstart's, in one process."""
+    """Return the quickstart's settings with one rank and a learning rate near 0."""
     return merge(
         quickstart_adam(),
         {
@@ -58,8 +59,8 @@ def settings(model: Path, root: Path, options: argparse.Namespace) -> dict[str, 
             "parallel": {"ranks": 1, "tensor": 1},
             "eval": {"prompts": 8},
             "checkpoint": {"every_steps": 10_000, "export_hf": False},
-            # Nothing is learned: responses that get longer from the first half to the second would
-            # be compared with what they were before.
+            # The policy must not learn, because then responses could be longer in the second half
+            # than in the first.
             "optimizer": {"lr": 1e-12, "warmup_steps": 0},
         },
     )
@@ -86,7 +87,7 @@ def response_lengths(directory: RunDirectory) -> list[int]:
 
 
 def measure_both(base: dict[str, Any], root: Path) -> RunDirectory:
-    """Start an engine, profile it into `root / COST_MODEL`, and train on it."""
+    """Start an engine, write its profile to `root / COST_MODEL`, train on it; return the run."""
     config = build_config(base)
     with engine(config, root / "engine.log") as url:
         measure_engine(config, url, root / COST_MODEL)
@@ -100,9 +101,15 @@ def predict(
     root: Path,
     episode: Mapping[str, Any] = MappingProxyType({}),
 ) -> Summary:
-    """The simulator's figures; only trainer and update seconds come from the run's first half.
+    """Simulate the measured run; return the simulator's results.
 
-    `episode`: settings of episodes, whose `lengths` are those of answers.
+    Args:
+        base: Settings of the measured run.
+        first_half: Metrics of the first half of the steps; only the seconds of training and weight
+            updates are used.
+        lengths: Lengths of the responses; for episodes, of the responses of all turns.
+        root: Directory with the engine's cost model.
+        episode: Settings `simulate.episode`; empty without episodes.
     """
     recorded = root / "lengths.json"
     recorded.write_text(json.dumps(lengths))
@@ -129,9 +136,13 @@ def predict(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="fine-tuned quickstart model")
-    parser.add_argument("--steps", type=int, default=24, help="measured steps (two halves)")
-    parser.add_argument("--warm-up", type=int, default=4, help="steps left out before them")
-    parser.add_argument("--out", type=Path, help="write the table here too")
+    parser.add_argument(
+        "--steps", type=int, default=24, help="number of measured steps, in two halves"
+    )
+    parser.add_argument(
+        "--warm-up", type=int, default=4, help="number of earlier steps that are not measured"
+    )
+    parser.add_argument("--out", type=Path, help="file to which the table is also written")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="simulated-step-") as scratch:
         root = Path(scratch)
@@ -147,7 +158,7 @@ def main() -> None:
 
 
 def compare(simulated: Summary, measured: list[dict[str, Any]], lengths: list[int]) -> str:
-    """A table and whether the goal is met."""
+    """Return a table of simulated and measured seconds, and whether the goal is reached."""
 
     def mean(metric: str) -> float:
         return float(np.mean([line[metric] for line in measured]))
@@ -165,9 +176,9 @@ def compare(simulated: Summary, measured: list[dict[str, Any]], lengths: list[in
     return "\n\n".join(
         [
             table("s a step | simulated | measured | difference", rows),
-            f"The step time agrees to {error:.1%}, {outcome} the goal of {GOAL:.0%}. Responses: "
-            f"{len(lengths)}, mean length {np.mean(lengths):.1f}, mean lag simulated "
-            f"{simulated.lag_mean:.2f}, measured {mean('rollout/lag_mean'):.2f}.",
+            f"The step times differ by {error:.1%}, which is {outcome} the goal of {GOAL:.0%}. The "
+            f"{len(lengths)} responses have a mean length of {np.mean(lengths):.1f}. The mean lag "
+            f"is {simulated.lag_mean:.2f} simulated and {mean('rollout/lag_mean'):.2f} measured.",
         ]
     )
 

@@ -1,4 +1,4 @@
-"""An environment whose every reply takes its time (`simulated_episode.py`)."""
+"""An environment whose replies take a fixed time, for `simulated_episode.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_async.environments import Answer, Step
 
 
 class SlowTool:
-    """Ends after so many turns, each of which takes so many seconds."""
+    """Environment that ends after `turns` turns and takes `seconds` seconds for each reply."""
 
     def __init__(self, turns: int, seconds: float) -> None:
         self._turns, self._seconds = turns, seconds

@@ -1,11 +1,12 @@
-"""What a long run uses, by process: memory, descriptors, CPU a step, and files, as steps go by.
+"""Measures whether the resource use of a long run grows: memory, descriptors, CPU time and files.
 
     python -m benchmarks.soak [--steps 10000] [SETTING=VALUE]...
 
-One `megatron-async train` of a model so small that a step is what surrounds it, with a simulated
-engine, looked at as it passes an eighth, a quarter, a half, three quarters and the whole of its
-steps. Memory is what belongs to a process alone (resident, without files and what is shared); CPU
-is of the steps since the look before, children that have ended included.
+The program starts one `megatron-async train` with a simulated engine. Its model is so small that
+nearly all time of a step is spent outside the model. Samples are taken after an eighth, a quarter,
+a half, three quarters and all of the steps. The memory of a process is its private resident memory,
+without files and shared memory. CPU time is the time since the previous sample, including ended
+child processes.
 """
 
 from __future__ import annotations
@@ -48,7 +49,15 @@ _SETTINGS = (
 
 @dataclass(frozen=True)
 class Look:
-    """A run after `step` steps: what its processes use, and the files and MiB of its directory."""
+    """Sample of a run after `step` steps.
+
+    Attributes:
+        step: Number of steps so far.
+        seconds: Seconds since the start.
+        uses: Resource use of its processes, from `uses`.
+        files: Number of files and directories in the run directory.
+        mib: Size of the run directory in MiB.
+    """
 
     step: int
     seconds: float
@@ -58,11 +67,11 @@ class Look:
 
 
 def uses(root: psutil.Process) -> dict[str, list[float]]:
-    """Return what `root` and all processes below it use together, by kind.
+    """Measure the resources that `root` and all its descendants use.
 
     Returns:
-        For each kind: number of processes, MiB, descriptors, threads, and CPU seconds since their
-        start.
+        For each kind of process: number of processes, MiB, descriptors, threads, and CPU seconds
+        since their start.
     """
     found: dict[str, list[float]] = {}
     for process in (root, *root.children(recursive=True)):
@@ -80,17 +89,17 @@ def uses(root: psutil.Process) -> dict[str, list[float]]:
 def look(directory: RunDirectory, root: psutil.Process, step: int, seconds: float) -> Look:
     sizes = []
     for file in directory.path.rglob("*"):
-        with suppress(FileNotFoundError):  # what is removed meanwhile
+        with suppress(FileNotFoundError):  # the run has removed the file
             sizes.append(file.stat().st_size if file.is_file() else 0)
     return Look(step, seconds, uses(root), len(sizes), sum(sizes) / 2**20)
 
 
 def soak(root: Path, steps: int, settings: list[str]) -> list[Look]:
-    """Run so many steps, and look."""
+    """Make a run of `steps` steps with `settings`; return its samples."""
     directory = RunDirectory(root / "soak")
     began, looks = time.monotonic(), list[Look]()
     wanted = [round(share * steps) for share in _SHARES]
-    # The run has a few steps more, so that it is still running at the last look.
+    # The run has 100 more steps, so that it still runs at the last sample.
     process, log = launch(root, "soak", [*_SETTINGS, f"steps={steps + 100}", *settings])
     family = psutil.Process(process.pid)
     progress = _Steps(directory.metrics_file)
@@ -98,7 +107,9 @@ def soak(root: Path, steps: int, settings: list[str]) -> list[Look]:
         while len(looks) < len(wanted):
             seconds = time.monotonic() - began
             if process.poll() is not None or seconds > _LIMIT_SECONDS:
-                raise RuntimeError(f"it did not go on: {log.read_text()[-2000:]}")
+                raise RuntimeError(
+                    f"the run ended early or was too slow: {log.read_text()[-2000:]}"
+                )
             if (step := progress.done()) >= wanted[len(looks)]:
                 looks.append(look(directory, family, step, seconds))
                 print(looks[-1], flush=True)
@@ -111,7 +122,7 @@ def soak(root: Path, steps: int, settings: list[str]) -> list[Look]:
 
 
 class _Steps:
-    """Counts the steps that a file of metrics has, as it grows."""
+    """Counts the steps in a growing file of metrics."""
 
     def __init__(self, file: Path) -> None:
         self._file, self._read, self._steps = file, 0, 0
@@ -126,7 +137,7 @@ class _Steps:
 
 
 def report(looks: list[Look]) -> str:
-    """A table of processes by kind, each cell a value for each look."""
+    """Return tables of processes and files; a cell of processes has one value for each sample."""
     rows = []
     for kind in sorted(set().union(*(one.uses for one in looks))):
         looked, before, step = [], 0.0, 0
@@ -148,7 +159,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("settings", nargs="*", help="SETTING=VALUE")
     options = parser.parse_args()
-    # So that a run is not left behind.
+    # SIGTERM must end the run too, so it raises SystemExit here.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         root = Path(folder)

@@ -1,13 +1,19 @@
-"""Does an old KV cache hurt? PipelineRL's ablation (arXiv 2509.19128) on the real engine.
+"""Measures the effect of an old KV cache on the real engine (PipelineRL, arXiv 2509.19128).
 
     python -m benchmarks.stale_kv --model runs/quickstart/sft --out benchmarks/results/stale_kv.md
 
-Drift. A short on-policy training leaves one set of weights for each step. For each lag g,
-responses are sampled (a) with the weights of steps n - g .. n put in under the running requests,
-cache kept, (b) the same with the cache recomputed, (c) whole, with the weights of step n - g; and
-(d), the floor, whole with those of step n. The same prompts each time. Every sampled token's
-log-prob under the weights of step n is computed by the trainer: KL(sampled by || step n) per token,
-by its unbiased k1 and its low-variance k3 estimator, and the ESS share of the importance ratios.
+A short on-policy training gives one version of the weights for each step, up to step n. For each
+lag g, responses to the same prompts are sampled in four ways:
+
+(a) Requests run while the engine loads the weights of steps n - g to n, one after the other. The KV
+    cache is kept.
+(b) As (a), but the KV cache is recomputed after each load.
+(c) Whole responses are sampled with the weights of step n - g.
+(d) Whole responses are sampled with the weights of step n. This is the floor: on-policy drift.
+
+The trainer computes the log-prob of every sampled token under the weights of step n. The table has
+KL(sampling policy || step n) per token, with the unbiased estimator k1 and the low-variance
+estimator k3, and the effective sample size of the importance ratios as a share (ESS share).
 """
 
 from __future__ import annotations
@@ -52,7 +58,7 @@ PAUSES: dict[str, PauseMode] = {KEEP: "in_place", RECOMPUTE: "retract"}
 
 @dataclass
 class Sample:
-    """One response as its engine reported it; grows while it streams."""
+    """A response as reported by its engine; it grows while the engine generates."""
 
     prompt: Prompt
     segments: list[Segment]
@@ -72,12 +78,21 @@ async def sample(
     stop_token_ids: tuple[int, ...],
     span: int,
 ) -> list[Sample]:
-    """Respond to all prompts at once, under `weights[0]`, `weights[1]`, ... in turn.
+    """Sample responses to all prompts at once, and load other weights during generation.
 
-    Update i happens when the longest response so far has i / len(weights) of `span` tokens.
+    Args:
+        client: Client of the engine.
+        config: Settings of the run.
+        prompts: Prompts; each gets one response.
+        weights: Model directories, whose names are version numbers. Generation starts with the
+            first. Directory i is loaded when the longest response has i / len(weights) of `span`
+            tokens.
+        pause: How requests are paused during a load; None if `weights` has one directory.
+        stop_token_ids: Tokens that end a response.
+        span: Number of tokens over which the loads are spread.
     """
     number = {path: int(path.name) for path in weights}
-    await client.flush_cache()  # waits until what ended a moment ago is gone
+    await client.flush_cache()  # also waits until the engine has removed ended requests
     await client.load_from_disk(weights[0], PolicyVersion(0, number[weights[0]]))
     samples = [Sample(prompt, []) for prompt in prompts]
     running = len(samples)
@@ -121,7 +136,7 @@ async def sample(
 
 
 def pack(samples: Sequence[Sample], step: int, temperature: float) -> TokenBatch:
-    """Pack the samples, in order; a token's lag is counted from version `step`."""
+    """Pack the samples in order as the batch of update `step`, from which lags are counted."""
     groups = []
     for number, one in enumerate(samples):
         trajectory = Trajectory(
@@ -138,7 +153,7 @@ def pack(samples: Sequence[Sample], step: int, temperature: float) -> TokenBatch
 
 
 def drift(batch: TokenBatch, newest_T: FloatArray) -> list[str]:
-    """Return a row's figures: both estimators of KL(sampled by || newest), and the ESS share."""
+    """Return cells of a row: tokens, lag, both estimates of KL(sampling || newest), ESS share."""
     scored = batch.loss_mask_T > 0
     log_ratio = (newest_T - batch.rollout_logprobs_T)[scored].astype(np.float64)
     ratio = np.exp(log_ratio)
@@ -149,7 +164,7 @@ def drift(batch: TokenBatch, newest_T: FloatArray) -> list[str]:
 
 
 def versions_of_a_training(options: argparse.Namespace, root: Path, url: str) -> list[Path]:
-    """Train on-policy; return Hugging Face directories 0, 1, ...: the weights after each step."""
+    """Train on-policy; return Hugging Face directories with the weights of versions 0, 1, ..."""
     count = options.steps
     config = configure(
         "versions",
@@ -172,14 +187,14 @@ def versions_of_a_training(options: argparse.Namespace, root: Path, url: str) ->
         paths.append(folder / str(number))
         megatron_to_hf(manifest.parent, paths[-1])
     if len(paths) != count + 1:
-        raise RuntimeError(f"{len(checkpoints)} checkpoints were kept of {count}")
+        raise RuntimeError(f"the run kept {len(checkpoints)} of {count} checkpoints")
     return paths
 
 
 async def sample_arms(
     options: argparse.Namespace, config: RunConfig, url: str, paths: Sequence[Path]
 ) -> dict[tuple[str, int], list[Sample]]:
-    """Responses of every arm at every lag."""
+    """Sample the responses of every arm at every lag; return them by arm and lag."""
     task = build_task(config.task, str(options.model))
     prompts = [p for p in task.eval_prompts(options.prompts) for _ in range(options.samples)]
     client = await SGLangClient.connect("stale-kv", url, config.engines)
@@ -204,7 +219,7 @@ async def sample_arms(
 
 
 def measure_drift(options: argparse.Namespace, root: Path, url: str) -> str:
-    """Return a table with the drift of every arm at every lag."""
+    """Measure the drift of every arm at every lag; return the table."""
     paths = versions_of_a_training(options, root, url)
     config = configure("drift", {}, options.model, root, options)
     config = config.with_section("model", path=str(paths[-1]))
@@ -222,19 +237,21 @@ def measure_drift(options: argparse.Namespace, root: Path, url: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="fine-tuned quickstart model")
-    parser.add_argument("--lags", type=int, nargs="+", default=[1, 2, 4, 8], help="g")
+    parser.add_argument("--lags", type=int, nargs="+", default=[1, 2, 4, 8], help="lags g")
     parser.add_argument("--prompts", type=int, default=96)
     parser.add_argument("--samples", type=int, default=4, help="responses to each prompt")
-    parser.add_argument("--span", type=int, default=64, help="tokens over which updates spread")
-    parser.add_argument("--lr", type=float, default=2e-4, help="of the training that drifts")
-    parser.add_argument("--groups", type=int, default=16, help="groups of 8 in an update")
+    parser.add_argument(
+        "--span", type=int, default=64, help="tokens over which weight updates are spread"
+    )
+    parser.add_argument("--lr", type=float, default=2e-4, help="learning rate of the training")
+    parser.add_argument("--groups", type=int, default=16, help="groups of 8 per update")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="write the table here too")
+    parser.add_argument("--out", type=Path, help="file to which the table is also written")
     options = parser.parse_args()
     options.steps = max(options.lags)
     with tempfile.TemporaryDirectory(prefix="stale-kv-") as scratch:
         root = Path(scratch)
-        # Tokens are reported often, so that each update comes close to its intended token.
+        # The engine reports tokens often, so that each update happens close to its intended token.
         fine = {"engines": {"stream_interval": 4}}
         config = configure("engine", fine, options.model, root, options)
         with engine(config, root / "engine.log") as url:

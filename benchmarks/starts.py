@@ -1,11 +1,12 @@
-"""What a start costs: wall to the first submitted request, CPU seconds and memory by process.
+"""Measures a start: seconds to the first submitted request, CPU time and memory of processes.
 
     python -m benchmarks.starts [--runs 3] [SETTING=VALUE]...
 
-Each run is `megatron-async train` of a tiny model with a real engine on CPU; it ends by SIGKILL
-after its first request, whose time its recorded events have. CPU seconds are those at that moment.
-Memory is what each process has for itself and its share of what several have (PSS), read once, at
-most half a second later: reading it takes time of the process that is read.
+Each run is `megatron-async train` of a tiny model with a real engine on a CPU. Its recorded events
+contain the time of its first request. After this request, the run is ended with SIGKILL. CPU
+seconds are counted up to the first request. The memory of a process is its private memory plus its
+share of shared memory (PSS). It is read only once, at most half a second after the first request,
+because reading it takes CPU time of the measured process.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class Use:
-    """CPU seconds and MiB of one process."""
+    """CPU seconds and MiB of memory of one process."""
 
     kind: str
     cpu_seconds: float
@@ -70,21 +71,21 @@ class Use:
 
 @dataclass(frozen=True)
 class Start:
-    """One start: seconds to its first request, and what each process used until then."""
+    """A start: seconds to its first request, and the resources of each process until then."""
 
     wall_seconds: float
     uses: list[Use]
 
 
 def kind_of(line: str) -> str:
-    """What the process with this command line is to a run."""
+    """Return the kind of a run's process with the command line `line`."""
     return next((kind for mark, kind in _KINDS if mark in line), "other")
 
 
 def uses(root: psutil.Process, memory: bool = False) -> dict[int, Use]:
-    """Return what `root` and all processes below it have used, by process ID.
+    """Return the resources that `root` and all its descendants have used, by process ID.
 
-    Memory is read only if `memory` is set, and is 0 otherwise.
+    Memory is read only if `memory` is set. Otherwise it is 0.
     """
     found = {}
     for process in (root, *root.children(recursive=True)):
@@ -96,7 +97,7 @@ def uses(root: psutil.Process, memory: bool = False) -> dict[int, Use]:
 
 
 def first_submitted(directory: RunDirectory) -> float | None:
-    """The time of the first action that submits a request; None while there is none."""
+    """Return the time of the first action that submits a request; None if there is none yet."""
     for file in sorted(directory.events.glob("*.jsonl")):
         for line in json_lines(file.read_bytes()):
             if any(action[0] == "Submit" for action in line.get("a", ())):
@@ -123,7 +124,7 @@ def launch(root: Path, name: str, settings: Sequence[str]) -> tuple[subprocess.P
 
 
 def start(root: Path, name: str, settings: Sequence[str]) -> Start:
-    """Start a run and kill it after its first request."""
+    """Start a run, measure it until its first request, and kill it; return the measurement."""
     directory = RunDirectory(root / name)
     began = time.time()
     process, log = launch(root, name, [*_SETTINGS, *settings])
@@ -132,7 +133,7 @@ def start(root: Path, name: str, settings: Sequence[str]) -> Start:
     try:
         while (at := first_submitted(directory)) is None:
             if process.poll() is not None or time.time() > began + _LIMIT_SECONDS:
-                raise RuntimeError(f"no request was submitted: {log.read_text()}")
+                raise RuntimeError(f"the run submitted no request: {log.read_text()}")
             seen.append((time.time(), uses(family)))
             time.sleep(_LOOK_SECONDS)
         last = uses(family, memory=True)
@@ -143,8 +144,8 @@ def start(root: Path, name: str, settings: Sequence[str]) -> Start:
                 member.send_signal(signal.SIGKILL)
         process.wait()
         psutil.wait_procs(everyone, timeout=20)
-    # A process that ended before the first request has used its time, too; one that started after
-    # it has used none.
+    # Processes that ended before the first request count too. Processes that started after it count
+    # with no CPU time.
     found = {pid: replace(use, cpu_seconds=0.0) for pid, use in last.items()}
     for when, looked in seen:
         if when <= at:
@@ -155,7 +156,7 @@ def start(root: Path, name: str, settings: Sequence[str]) -> Start:
 
 
 def report(starts: list[Start]) -> str:
-    """Return a table of the median start: its processes by CPU time."""
+    """Return a table of the median start, with its processes sorted by CPU time."""
     median = sorted(starts, key=lambda start: start.wall_seconds)[len(starts) // 2]
     walls = ", ".join(f"{start.wall_seconds:.1f}" for start in starts)
     kinds: dict[str, list[Use]] = defaultdict(list)

@@ -1,23 +1,28 @@
-"""How fast the trajectory store writes, reopens and copies itself, on this machine.
+"""Measures how fast the trajectory store writes, opens and copies its database.
 
     python -m benchmarks.store [--directory DIR] [--trajectories 4096] [--tokens 1024]
         [--out benchmarks/results/store.md]
 
-Prints one table; with --out, also writes it with the command, the date and the machine. Lines:
-- sustained append: `TrajectoryStore.append` in chunks of 64 tokens to all trajectories in turn,
-  from an asyncio loop, until all is committed; tokens per second, of wall time and of CPU time
-  (of both threads together: what a busy machine changes least).
-- longest append: the largest time that one call of `append` took, the event loop's stall.
-- longest loop gap: the largest pause that a 1 ms ticker saw in the same loop, minus its period.
-- durable commit: a small write and `sync(durable=True)`, as at the emission of each batch: median
-  and longest of 50.
-- compaction: 32 groups of 8 consumed trajectories of 4096 tokens leave the store, then one group of
-  16 of 131072 tokens: tokens per second, the longest piece of it on the writer's thread (by the
-  clock and in CPU time), and the longest that a commit and the event loop waited meanwhile.
-- reopen: `TrajectoryStore.open` of a store killed with all trajectories running.
+The program prints one table. With --out, it also writes the table with the command, the date and
+the machine. The table has these lines:
+
+- sustained append: `TrajectoryStore.append` adds chunks of 64 tokens to all trajectories, one after
+  the other, in an asyncio loop, until all tokens are committed. The results are tokens per second
+  of wall time and of CPU time. CPU time is that of both threads together; other work on the machine
+  changes it least.
+- longest append: longest duration of one call of `append`, during which the event loop stalls.
+- longest loop gap: longest pause of a 1 ms ticker in the same event loop, minus its period.
+- durable commit: median and longest duration of 50 small writes with `sync(durable=True)`, as at
+  the emission of each batch.
+- compaction: 32 groups of 8 consumed trajectories with 4096 tokens are removed from the database,
+  and in a second measurement one group of 16 trajectories with 131072 tokens. The results are
+  tokens per second, the longest job of the writer thread (wall and CPU time), and the longest wait
+  of a commit and of the event loop during the compaction.
+- reopen: `TrajectoryStore.open` after a kill while all trajectories were running.
 - list: all trajectories by state, as `megatron-async trajectories` reads them.
-- replica: the copy of a checkpoint into the run directory.
-- damaged: opening the same file with a page of zeros in its middle, which the replica replaces.
+- replica: the copy of the database that every checkpoint makes.
+- damaged: `TrajectoryStore.open` of a database with one page of zeros in its middle, which is
+  replaced by the replica.
 """
 
 from __future__ import annotations
@@ -51,13 +56,16 @@ from megatron_async.trajectory.types import (
 )
 
 CHUNK = 64
-COMPACTIONS = ((32, 8, 4096), (1, 16, 131_072))  # groups, trajectories of each, their tokens
+COMPACTIONS = (
+    (32, 8, 4096),
+    (1, 16, 131_072),
+)  # groups, trajectories per group, tokens per trajectory
 _TICK = 0.001
-_LOOP_SHARE = 64  # appends between two turns of the event loop
+_LOOP_SHARE = 64  # appends in one iteration of the event loop
 
 
 class LoopGap:
-    """Measures the longest pause of the event loop within an `async with` block, in seconds."""
+    """Measures the longest pause of the event loop in an `async with` block, in seconds."""
 
     async def __aenter__(self) -> LoopGap:
         self.longest = 0.0
@@ -81,7 +89,7 @@ async def append_all(
     """Append `chunks` chunks to each request.
 
     Returns:
-        Seconds: of all (`wall`), of the CPU (`cpu`), of the longest call (`append`), and the
+        Seconds of wall time (`wall`), CPU time (`cpu`), the longest call (`append`), and the
         longest pause of the event loop (`gap`).
     """
     tokens = np.arange(CHUNK, dtype=np.int32)
@@ -103,7 +111,7 @@ async def append_all(
 
 
 async def durable_commits(store: TrajectoryStore, requests: list[RequestKey]) -> list[float]:
-    """Milliseconds of each."""
+    """Return the milliseconds of each of 50 durable commits."""
     took = []
     for request in requests[:50]:
         store.end_request(request)
@@ -115,7 +123,7 @@ async def durable_commits(store: TrajectoryStore, requests: list[RequestKey]) ->
 
 
 async def compaction(directory: Path, groups: int, size: int, length: int) -> tuple[str, str]:
-    """One line of the table."""
+    """Measure one compaction; return its line of the table."""
     name = f"compaction of {groups} x {size} x {length} tokens"
     settings = StoreConfig(compact_after_checkpoints=1)
     store = TrajectoryStore.open(directory / name / "trajectories.sqlite", settings)
@@ -182,8 +190,9 @@ async def compaction(directory: Path, groups: int, size: int, length: int) -> tu
 
 
 async def measure(directory: Path, trajectories: int, tokens: int) -> list[tuple[str, str]]:
-    """The table's lines about the store itself."""
-    # First, while the process holds little that Python's garbage collector would stop for.
+    """Measure the store; return the lines of the table."""
+    # Compaction is measured first, because the process still has few objects for which Python's
+    # garbage collector would pause.
     compactions = [await compaction(directory, *what) for what in COMPACTIONS]
     path = directory / "run" / "trajectories.sqlite"
     store = TrajectoryStore.open(path)
@@ -207,7 +216,7 @@ async def measure(directory: Path, trajectories: int, tokens: int) -> list[tuple
     again = TrajectoryStore.open(killed / path.name, lineage=1)
     reopen = time.perf_counter() - start
     found = sum(again.load_trajectory(i).response_length for i in ids)
-    assert found == total, f"{found} of {total} tokens came back"
+    assert found == total, f"only {found} of {total} tokens were restored"
     await again.close()
 
     start = time.perf_counter()
@@ -247,12 +256,14 @@ async def measure(directory: Path, trajectories: int, tokens: int) -> list[tuple
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure the store and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--directory", type=Path, help="where files are made (default: temporary)")
+    parser.add_argument(
+        "--directory", type=Path, help="parent directory of the files (default: temporary)"
+    )
     parser.add_argument("--trajectories", type=int, default=4096)
-    parser.add_argument("--tokens", type=int, default=1024, help="of each trajectory")
-    parser.add_argument("--out", type=Path, help="write the table here too")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of each trajectory")
+    parser.add_argument("--out", type=Path, help="file to which the table is also written")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(
         prefix="store-benchmark-", dir=arguments.directory

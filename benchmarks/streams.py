@@ -1,21 +1,26 @@
-"""What thousands of streams cost the rollout manager; the engines only count (stub_engine.py).
+"""Measures the costs of thousands of streams in the rollout manager, with stub engines.
 
     python -m benchmarks.streams [--streams 4096] [--engines 4] [--hosts 4] [--stubs 1]
         [--rate 40] [--interval 64] [--seconds 10] [--direct] [--out benchmarks/results/streams.md]
 
-The rollout manager, its store and its recorded events are the real ones, in this process; each of
-`--hosts` processes reads the streams of its share of the engines, as the host of an engine does;
-the engines are spread over `--stubs` processes. With `--direct` the manager itself reads them.
+The rollout manager, its store and its recorded events are the real ones, in this process. The
+engines have no model and only count (stub_engine.py); they are spread over `--stubs` processes.
+Each of `--hosts` processes reads the streams of a share of the engines, as the host of an engine
+does. With `--direct`, the manager reads the streams itself. The table has these rows and columns:
 
-- submit: from the publication of weights until every request has brought its first token.
-- steady: `--seconds` of nothing but tokens. CPU time is of whole processes, all threads, and is
-  given as the share of a core that the full rate of tokens takes: on a busy machine fewer may come.
-  That of the engines' processes stands beside it, because they share the cores.
-- abort all: from the request of an update until no request runs (`schedule.preset: copris`).
-- loop: the longest that the manager's event loop did not turn: by the clock, and in CPU time of its
-  thread, which is what other processes on the machine do not add to.
-- At the end each token that an engine reported must be in the store, once, at its place, with the
-  log-prob of its own: a response counts on from its prompt. Else the benchmark fails.
+- submit: time from the publication of weights until every request has its first token.
+- steady: `--seconds` in which only tokens arrive. CPU time is that of whole processes with all
+  threads. It is given as the share of a core for the full rate of tokens, because fewer tokens may
+  arrive on a busy machine. CPU time of the engines' processes has a separate column, because these
+  processes share the cores.
+- abort all: time from the request of a weight update until no request runs
+  (`schedule.preset: copris`).
+- loop: longest iteration of the manager's event loop, in wall time and in CPU time of its thread.
+  Other processes on the machine do not change the CPU time.
+
+At the end, the store must contain each token that an engine reported, exactly once, at the right
+position and with the right log-prob. Otherwise, the benchmark fails. This is possible because each
+response counts upwards from the last token of its prompt.
 """
 
 from __future__ import annotations
@@ -59,11 +64,12 @@ from megatron_async.trajectory.types import CHUNK_TOKENS, Prompt
 
 _LIMIT_SECONDS = 300.0
 _TICK_SECONDS = 0.005
-_SETTLE_SECONDS = 3.0  # every stream has brought its second report, and they are spread over time
+_SETTLE_SECONDS = 3.0
+"""Wait until each stream has its second report, so that reports are spread over time."""
 
 
 class Counting:
-    """A task whose prompts end in numbers that no two of 131,072 share; also its scorer."""
+    """A task and its scorer; any 131,072 successive prompts end in different tokens."""
 
     stop_token_ids = ()
     size = ScorerCount(1)
@@ -78,7 +84,7 @@ class Counting:
 
 
 def settings(streams: int, engines: int, interval: int, most: int = 60_000) -> RunConfig:
-    """One batch is more than will ever be complete; `most` tokens end a response."""
+    """Return settings with a batch that never completes and responses of at most `most` tokens."""
     schedule = {"preset": "copris", "concurrency": streams, "groups_per_batch": streams}
     return build_config(
         {
@@ -96,7 +102,7 @@ def settings(streams: int, engines: int, interval: int, most: int = 60_000) -> R
 
 @contextlib.contextmanager
 def stub_engines(engines: int, processes: int, interval: int, rate: float) -> Iterator[list[str]]:
-    """The URLs of so many engines in so many processes."""
+    """Start `engines` engines in `processes` processes; yield the URLs of the engines."""
     started: list[subprocess.Popen[str]] = []
     try:
         for place in range(processes):
@@ -110,15 +116,15 @@ def stub_engines(engines: int, processes: int, interval: int, rate: float) -> It
         yield [f"http://127.0.0.1:{port}" for line in lines for port in line.split()]
     finally:
         for process in started:
-            process.communicate(timeout=20)  # closes its input, at which it ends
+            process.communicate(timeout=20)  # closes the input, so the process exits
 
 
 class Relays:
-    """What the hosts of some engines do, in one process."""
+    """The work of the hosts of several engines, in one process."""
 
     def __init__(self) -> None:
         self._relays: dict[str, StreamRelay] = {}
-        tune_gc()  # as an engine's host does
+        tune_gc()  # as the host of an engine does
 
     async def serve(self, engine_id: str, url: str, settings: EngineConfig) -> None:
         client = SGLangClient(engine_id, url, settings)
@@ -139,7 +145,7 @@ class Relays:
 
 @dataclass(frozen=True)
 class _Part:
-    """One engine's relay in a host that has several."""
+    """Remote object for the relay of one engine in a host with several relays."""
 
     host: RemoteObject[Any]
     engine_id: str
@@ -151,7 +157,11 @@ class _Part:
 
 
 class Launcher:
-    """Engines that are there already, read by `hosts` in turn, or (without any) from here."""
+    """Launcher for engines that already run.
+
+    Engines are assigned to `hosts` in rotation, which read their streams. If `hosts` is empty, this
+    process reads the streams.
+    """
 
     def __init__(
         self, config: RunConfig, urls: Sequence[str], hosts: Sequence[RemoteObject[Any]]
@@ -182,7 +192,18 @@ class Launcher:
 
 @dataclass
 class Phase:
-    """What one part of the run took. Times in seconds; `loop`: the longest without a turn."""
+    """Measurements of one phase of the run, in seconds.
+
+    Attributes:
+        name: Name of the phase.
+        wall: Wall time.
+        manager: CPU time of the rollout manager's process.
+        hosts: CPU time of the hosts' processes.
+        engines: CPU time of the engines' processes.
+        tokens: Number of tokens that arrived.
+        loop_wall: Wall time of the event loop's longest iteration.
+        loop_cpu: CPU time of the event loop's longest iteration.
+    """
 
     name: str
     wall: float = 0.0
@@ -196,7 +217,15 @@ class Phase:
 
 @dataclass
 class Figures:
-    """Of a whole run. `found`: tokens in the store that are what their engine reported."""
+    """Results of a whole run.
+
+    Attributes:
+        phases: Measurements by phase.
+        reported: Number of tokens that engines reported.
+        found: Number of checked tokens in the store.
+        trajectories: Number of trajectories with tokens in the store.
+        warnings: The manager's newest warnings by name.
+    """
 
     phases: dict[str, Phase] = field(default_factory=dict)
     reported: int = 0
@@ -206,7 +235,7 @@ class Figures:
 
 
 class Run:
-    """One manager over stub engines."""
+    """A run of one rollout manager with stub engines."""
 
     def __init__(
         self,
@@ -230,7 +259,7 @@ class Run:
 
     @contextlib.asynccontextmanager
     async def phase(self, name: str) -> Any:
-        """Measures what is done within."""
+        """Measure the block and record it as phase `name`."""
         phase = self.figures.phases[name] = Phase(name)
         hosts, engines = await self._host_seconds(), (await self._engines())[1]
         tokens = self.tokens
@@ -253,21 +282,21 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """That have arrived."""
+        """Number of tokens that have arrived."""
         return int(self.manager.status().get("tokens", 0))
 
     async def until(self, tokens: int) -> None:
-        """So many have arrived."""
+        """Wait until `tokens` tokens have arrived."""
         async with asyncio.timeout(_LIMIT_SECONDS):
             while self.tokens < tokens:
                 await asyncio.sleep(_TICK_SECONDS)
 
     async def stop_generation(self, number: int) -> list[str]:
-        """Version `number` is to come: every request is aborted."""
+        """Begin the update to version `number`, which aborts all requests; return engine IDs."""
         return [engine.engine_id for engine in await self.manager.begin_update(0, number)]
 
     async def publish(self, number: int, engine_ids: Sequence[str]) -> None:
-        """The engines hold version `number`, and generate."""
+        """Set version `number` on all engines and end the update, so that engines generate."""
         async with aiohttp.ClientSession() as http:
             for url in self._urls:
                 body = {"weight_version": f"0.{number}"}
@@ -276,7 +305,7 @@ class Run:
         await self.manager.end_update(0, number, engine_ids, False)
 
     async def _engines(self) -> tuple[int, float]:
-        """Tokens that they have reported, and the CPU time of their processes."""
+        """Return the number of tokens that engines reported, and their processes' CPU time."""
         reported, seconds = 0, {}
         async with aiohttp.ClientSession() as http:
             for url in self._urls:
@@ -287,7 +316,11 @@ class Run:
         return reported, sum(seconds.values())
 
     async def finish(self) -> Figures:
-        """Stop, and compare what engines reported with what is stored. Raises ValueError."""
+        """Stop the manager, check the stored tokens, and return the results.
+
+        Raises:
+            ValueError: The store does not contain exactly the tokens that engines reported.
+        """
         self.figures.reported = (await self._engines())[0]
         session = self.manager._session
         assert session is not None
@@ -305,16 +338,16 @@ class Run:
             logprobs = np.concatenate([s.logprobs for s in trajectory.segments])
             last = int(trajectory.prompt.token_ids[-1])
             if not np.array_equal(tokens, (last + 1 + np.arange(len(tokens))) % VOCABULARY):
-                raise ValueError(f"trajectory {trajectory.trajectory_id} holds tokens of another")
+                raise ValueError(f"trajectory {trajectory.trajectory_id} has wrong tokens")
             if not np.allclose(logprobs, logprob(tokens), atol=1e-6):
-                raise ValueError(f"trajectory {trajectory.trajectory_id} holds wrong log-probs")
+                raise ValueError(f"trajectory {trajectory.trajectory_id} has wrong log-probs")
             self.figures.trajectories += 1
             self.figures.found += len(tokens)
         await store.close()
         if self.figures.found != self.figures.reported:
             raise ValueError(
-                f"{self.figures.found} of {self.figures.reported} tokens are stored; the newest "
-                f"warnings: {self.figures.warnings}"
+                f"the store has {self.figures.found} of {self.figures.reported} reported tokens. "
+                f"Newest warnings: {self.figures.warnings}"
             )
 
 
@@ -328,7 +361,7 @@ async def _tick(phase: Phase) -> None:
 
 
 async def measure(run: Run, streams: int, seconds: float) -> Figures:
-    """Submit, run, abort all, submit again, end."""
+    """Measure all phases of a run: submit, steady, abort all, submit again; return the results."""
     await run.manager.start()
     tune_gc()  # as the manager's host does
     await run.manager.attach(ResumePoint(0))
@@ -351,7 +384,7 @@ async def measure(run: Run, streams: int, seconds: float) -> Figures:
 
 
 def rows_of(figures: Figures, wanted: float) -> list[tuple[str, ...]]:
-    """`wanted`: tokens a second of the full rate."""
+    """Return a row for each phase; `wanted` is the full rate in tokens per second."""
     rows = []
     for phase in figures.phases.values():
         times = [phase.manager, phase.manager + phase.hosts, phase.engines]
@@ -366,17 +399,17 @@ def rows_of(figures: Figures, wanted: float) -> list[tuple[str, ...]]:
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--streams", type=int, default=4096, help="N', requests in flight")
     parser.add_argument("--engines", type=int, default=4)
     parser.add_argument("--hosts", type=int, default=4, help="processes that read streams")
     parser.add_argument("--stubs", type=int, default=1, help="processes of the engines")
-    parser.add_argument("--rate", type=float, default=40, help="tokens a second of a stream")
+    parser.add_argument("--rate", type=float, default=40, help="tokens per second of a stream")
     parser.add_argument("--interval", type=int, default=64, help="engines.stream_interval")
-    parser.add_argument("--seconds", type=float, default=10, help="of the steady part")
+    parser.add_argument("--seconds", type=float, default=10, help="seconds of the phase `steady`")
     parser.add_argument("--direct", action="store_true", help="the manager reads the streams")
-    parser.add_argument("--out", type=Path, help="write the table here too")
+    parser.add_argument("--out", type=Path, help="file to which the table is also written")
     arguments = parser.parse_args()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
@@ -395,9 +428,9 @@ def main() -> None:
     wanted = arguments.streams * arguments.rate
     header = "part | took | tokens/s | manager CPU | with hosts | stub CPU | loop | loop, CPU"
     text = (
-        f"{arguments.streams:,} streams over {arguments.engines} engines, full rate "
-        f"{wanted:,.0f} tokens/s; {figures.found:,} of {figures.reported:,} tokens stored, in "
-        f"{figures.trajectories:,} trajectories; load {os.getloadavg()[0]:.1f}.\n\n"
+        f"{arguments.streams:,} streams over {arguments.engines} engines, with a full rate of "
+        f"{wanted:,.0f} tokens/s. {figures.found:,} of {figures.reported:,} tokens are stored, in "
+        f"{figures.trajectories:,} trajectories. The load is {os.getloadavg()[0]:.1f}.\n\n"
         f"{table(header, rows_of(figures, wanted))}"
     )
     print(*figures.warnings.items(), sep="\n")
@@ -405,7 +438,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # By its own name: the hosts' processes import the class that they are given from there.
+    # The module is imported by its name, because the processes of the hosts import the class
+    # `Relays` from the module that defines it.
     from benchmarks import streams
 
     streams.main()

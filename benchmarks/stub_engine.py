@@ -1,20 +1,22 @@
-"""Engines without a model: SGLang's endpoints, as far as rollouts use them, at a fixed speed.
+"""Serves engines without a model, with the endpoints of SGLang that rollouts use.
 
     python -m benchmarks.stub_engine ENGINES INTERVAL RATE
 
-Prints the ports in one line and serves until its input is closed. Each request gets its first token
-at once, then INTERVAL tokens at a time, RATE tokens a second, in reports of the form and size that
-SGLang's have with `--incremental-streaming-output`.
+The program prints the ports in one line and serves until its input is closed. Each request gets its
+first token immediately, and then reports of INTERVAL tokens at a rate of RATE tokens per second.
+Reports have the form and size of SGLang's reports with `--incremental-streaming-output`.
 
-It is a load generator, and not the server of engines/simulated, because it must cost next to
-nothing beside the client that is measured: no batch is simulated, no coroutine runs for a request,
-reports are put together from prepared text, and the protocol is read from the transport's bytes.
+The program generates load for a measured client, so its CPU time must be small compared with the
+client's. The server in engines/simulated takes too much CPU time. Therefore this program simulates
+no batches and has no coroutine for each request. It joins reports from prepared text, and parses
+HTTP from the bytes of the transport.
 
 Invariants
-- A response counts on from the last token of the request's input (modulo `VOCABULARY`), and a
-  token's log-prob is a function of the token: whoever has a response can check every token of it.
-- What is aborted or reaches `max_new_tokens` ends with a last report that holds all tokens so far.
-- `GET /stub` returns how many tokens were ever reported, and the CPU time of the process.
+- A response counts upwards from the last token of the request's input (modulo `VOCABULARY`), and
+  the log-prob of a token is a function of the token. So every token of a response can be checked.
+- A request that is aborted or reaches `max_new_tokens` ends with a last report, which has the total
+  number of tokens.
+- `GET /stub` returns the number of all reported tokens, and the CPU time of the process.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _TICK_SECONDS = 0.005
 
 
 def logprob(token: Any) -> Any:
-    """Of a token, or of each in an array, wherever it stands."""
+    """Return the log-prob of a token, or of each token in an array; it ignores the position."""
     return -((token % 997) + 1) / 512
 
 
@@ -46,7 +48,7 @@ _LOGPROBS = [f"[{logprob(token):.7f},{token},null]" for token in range(VOCABULAR
 
 
 class Stream:
-    """One running request."""
+    """A running request."""
 
     def __init__(self, connection: Connection, body: dict[str, Any]) -> None:
         self.connection = connection
@@ -58,7 +60,7 @@ class Stream:
 
 
 class Stub:
-    """One engine; its connections share its requests."""
+    """An engine, which owns the running requests of all its connections."""
 
     def __init__(self, interval: int, rate: float) -> None:
         self.interval, self.rate = interval, rate
@@ -82,7 +84,7 @@ class Stub:
             heapq.heappush(self.due, (when, next(self._order), stream))
 
     def tick(self) -> None:
-        """Report what is due."""
+        """Send all reports that are due."""
         now = time.monotonic()
         while self.due and self.due[0][0] <= now:
             when, _, stream = heapq.heappop(self.due)
@@ -91,7 +93,7 @@ class Stub:
                 self._later(stream, when + self.interval / self.rate)
 
     def report(self, stream: Stream, count: int, end: str | None = None) -> None:
-        """The next `count` tokens."""
+        """Send a report with the next `count` tokens; end the request if `end` is given."""
         count = min(count, stream.most - stream.total)
         first = (stream.last + 1) % VOCABULARY
         places = [(first + i) % VOCABULARY for i in range(count)]
@@ -117,14 +119,14 @@ class Stub:
             del self.running[stream.rid]
 
     def abort(self, body: dict[str, Any]) -> None:
-        """One request, or all."""
+        """Abort the request that `body` names, or all requests."""
         rids = list(self.running) if body.get("abort_all") else [body["rid"]]
         for rid in rids:
             if rid in self.running:
                 self.report(self.running[rid], 0, "abort")
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Everything but /generate."""
+        """Return the reply to a request to any endpoint except /generate."""
         match path.partition("?")[0]:
             case "/abort_request":
                 self.abort(body)
@@ -144,7 +146,7 @@ class Stub:
 
 
 class Connection(asyncio.Protocol):
-    """HTTP/1.1, no more of it than the client of the engines needs."""
+    """Connection of an HTTP/1.1 server with the features that the engines' client needs."""
 
     def __init__(self, stub: Stub) -> None:
         self._stub = stub
@@ -180,19 +182,19 @@ class Connection(asyncio.Protocol):
         self._transport.write(head % len(body) + body)
 
     def begin_stream(self) -> None:
-        """The head of a streamed answer."""
+        """Send the head of a streamed reply."""
         kind = b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
         self._transport.write(b"HTTP/1.1 200 OK\r\n" + kind)
 
     def send_report(self, text: str, *, last: bool) -> None:
-        """One report; after the last one the connection takes another request."""
+        """Send one report; after the last report, the connection accepts another request."""
         data = text.encode()
         end = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n" if last else b""
         self._transport.write(b"%x\r\n%b\r\n%b" % (len(data), data, end))
 
 
 async def serve(engines: int, interval: int, rate: float) -> None:
-    """Until the input is closed."""
+    """Serve `engines` engines until standard input is closed."""
     loop = asyncio.get_running_loop()
     stubs = [Stub(interval, rate) for _ in range(engines)]
     servers = [
@@ -201,7 +203,7 @@ async def serve(engines: int, interval: int, rate: float) -> None:
     ]
     print(*(server.sockets[0].getsockname()[1] for server in servers), flush=True)
     closed = asyncio.Event()
-    loop.add_reader(sys.stdin, closed.set)  # nothing is ever written there
+    loop.add_reader(sys.stdin, closed.set)  # readable only when it is closed
     while not closed.is_set():
         for stub in stubs:
             stub.tick()

@@ -1,28 +1,34 @@
-"""TRL's GRPOTrainer and this system on one machine's CPU: same model, task, prompts and loss.
+"""Compares TRL's GRPOTrainer and megatron_async on one CPU, with equal model, task and loss.
 
-    python -m benchmarks.versus_trl --model runs/quickstart/sft             # all that is missing
+    python -m benchmarks.versus_trl --model runs/quickstart/sft             # all missing pieces
     python -m benchmarks.versus_trl --model runs/quickstart/sft --system trl --seed 1 --pieces 1
-    python -m benchmarks.versus_trl --table                                 # of the rows there are
+    python -m benchmarks.versus_trl --table                                 # table of existing rows
 
-A piece is one training of one system, length distribution and seed. The systems alternate, and
-every piece appends its row to --rows, so that the comparison can be stopped and gone on with. A
-piece of 20 steps takes two to three minutes on two cores.
+A piece is a training of one system with one length distribution and one seed. The systems
+alternate. Every piece appends its row to --rows, so you can stop the comparison and continue it
+later. A piece of 20 steps takes two to three minutes on two cores.
 
-What is the same: the quickstart's fine-tuned model in float32, its problems in the same order, its
-scorer, 32 groups of 8 responses a step, longest response, sampling temperature 1, Adam and its
-settings, the clipped surrogate with token mean, advantages of a group divided by their deviation,
-no KL. TRL runs in its own environment (versus_trl_requirements.txt, made by the first piece that
-needs it), as one process with as many threads as there are cores, and trains on 64 sequences at
-once, which is the fastest there of 32, 64 and 256; this system as the quickstart does. Each of them
-is what its user would start.
+Equal in both systems: the quickstart's fine-tuned model in float32, its problems in the same order,
+its scorer, 32 groups of 8 responses per step, the longest response, sampling temperature 1, Adam
+and its settings, the clipped surrogate with token mean, advantages divided by the standard
+deviation of the group, and no KL.
 
-What is counted. Start-up: until the first step begins, without evaluation. Seconds: the steps;
-what TRL evaluates in between is left out, what this system evaluates is counted, because
-generation goes on beside it. Tokens: those of responses. Accuracy: greedy, on the same held-out
-problems, every --every steps; here it is that of the newest version that answered one of them.
+Different: each system is started as its user would start it. TRL runs in a separate environment
+(versus_trl_requirements.txt), which the first piece of TRL installs. It is one process with one
+thread for each core, and trains on 64 sequences at once, which was the fastest of 32, 64 and 256.
+megatron_async runs as in the quickstart.
 
-`short` has the quickstart's problems. `tail` has nine short ones to each long one, so that a group
-of answers of 190 tokens is in nearly every batch of answers of 30.
+Measurements:
+- Start-up: seconds until the first step starts, without evaluation.
+- Seconds: time of the steps. Evaluations of TRL between steps do not count. Evaluations of
+  megatron_async count, because it generates other responses at the same time.
+- Tokens: tokens of responses.
+- Accuracy: greedy, on the same held-out problems, every --every steps. For megatron_async, it
+  belongs to the newest version that generated one of the responses.
+
+Distributions: `short` has the quickstart's problems. `tail` has nine short problems for each long
+problem. Short problems have responses of about 30 tokens, and nearly every batch has a group of
+responses of about 190 tokens.
 """
 
 from __future__ import annotations
@@ -72,7 +78,7 @@ _PIECE_LIMIT_SECONDS = 1500
 
 
 def settings_of(distribution: str, seed: int, root: Path, options: argparse.Namespace) -> RunConfig:
-    """The quickstart's settings with what differs here; both systems take theirs from it."""
+    """Return the quickstart's settings with the changes of one piece; both systems use them."""
     base = quickstart_adam()
     own = {
         "name": f"{distribution}-{seed}",
@@ -89,7 +95,7 @@ def settings_of(distribution: str, seed: int, root: Path, options: argparse.Name
 
 
 def train_here(config: RunConfig) -> Row:
-    """One run of this system."""
+    """Make one run of megatron_async; return its row without the key."""
     directory = RunDirectory.create(config)
     began = time.time()
     supervise(config, directory, split_of_this_machine(config))
@@ -104,13 +110,17 @@ def train_here(config: RunConfig) -> Row:
         "step_seconds": [line["time/step"] for line in lines],
         "tokens": [line["rollout/tokens"] for line in lines],
         "rewards": [line["rollout/reward_mean"] for line in lines],
-        # Answers come from the version that was due and from those that followed meanwhile.
+        # Responses of an evaluation come from its version and from versions published during it.
         "accuracies": [[int(e["eval/version_newest"]), e["eval/accuracy"]] for e in evaluations],
     }
 
 
 def train_with_trl(config: RunConfig, environment: Path, scratch: Path) -> Row:
-    """One run of TRL in its own environment. Raises CalledProcessError when it fails."""
+    """Make one run of TRL in its separate environment; return its row without the key.
+
+    Raises:
+        subprocess.CalledProcessError: TRL or the installation of its environment failed.
+    """
     python = trl_environment(environment)
     task = build_task(config.task, config.model.path, config.eval)
     count = config.steps * config.schedule.groups_per_batch
@@ -144,7 +154,7 @@ def train_with_trl(config: RunConfig, environment: Path, scratch: Path) -> Row:
 
 
 def trl_environment(directory: Path) -> Path:
-    """The Python of TRL's environment, which is made where it is not there yet."""
+    """Return the Python of TRL's environment; install it if it is missing or outdated."""
     python = directory / "bin" / "python"
     done = directory / "requirements.txt"
     wanted = REQUIREMENTS.read_text()
@@ -157,7 +167,7 @@ def trl_environment(directory: Path) -> Path:
 
 
 def seconds_to(row: Row, target: float) -> float | None:
-    """Seconds of training until the first evaluation that reaches `target`; None: none does."""
+    """Return the seconds of training until an evaluation reaches `target`; None if none does."""
     for step, accuracy in row["accuracies"]:
         if accuracy >= target:
             return float(sum(row["step_seconds"][:step]))
@@ -165,7 +175,7 @@ def seconds_to(row: Row, target: float) -> float | None:
 
 
 def table(rows: Sequence[Row], target: float = TARGET) -> str:
-    """Markdown: for each distribution, both systems and the ratios of equal seeds."""
+    """Return a Markdown table of both systems, and the ratios of equal seeds."""
     header = (
         "lengths | system | runs | start-up s | s/step | tokens/s | reward, last quarter "
         f"| accuracy before → after | s to {target:.0%}"
@@ -181,7 +191,7 @@ def table(rows: Sequence[Row], target: float = TARGET) -> str:
 
 
 def _cells(rows: Sequence[Row], target: float) -> list[str]:
-    """Return the cells of one system's runs, from their number on."""
+    """Return the cells of one system's runs, starting with the number of runs."""
     reached = [seconds_to(row, target) for row in rows]
     known = [value for value in reached if value is not None]
     never = f", {len(reached) - len(known)} never" if len(known) < len(reached) else ""
@@ -199,7 +209,7 @@ def _cells(rows: Sequence[Row], target: float) -> list[str]:
 
 
 def _ratios(distribution: str, rows: Sequence[Row], target: float) -> Iterator[str]:
-    """Sentences: how many times as long TRL takes, pair by pair of one seed."""
+    """Yield a sentence with the ratios of TRL's times to megatron_async's, for equal seeds."""
     by_seed: dict[int, dict[str, Row]] = {}
     for row in rows:
         if row["distribution"] == distribution:
@@ -215,7 +225,7 @@ def _ratios(distribution: str, rows: Sequence[Row], target: float) -> Iterator[s
         if times[0] is not None and times[1]:
             to_target.append(times[0] / times[1])
     yield (
-        f"`{distribution}`: TRL's time over this system's, by seed: a step {spread(steps)}, "
+        f"`{distribution}`: TRL's time over megatron_async's, by seed: a step {spread(steps)}, "
         f"to {target:.0%} {spread(to_target)}."
     )
 
@@ -230,10 +240,10 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5, help="steps between two evaluations")
     parser.add_argument("--environment", type=Path, default=ROOT / "runs" / "versus_trl-env")
     reporting.piece_options(parser, "versus_trl")
-    parser.add_argument("--out", type=Path, help="write the table here, too")
+    parser.add_argument("--out", type=Path, help="file to which the table is also written")
     options = parser.parse_args()
     if options.model is None and not options.table:
-        parser.error("--model is needed: the quickstart leaves one in runs/quickstart/sft")
+        parser.error("--model is not set. Name a model, for example runs/quickstart/sft.")
     wanted = [
         {"distribution": name, "seed": seed, "system": system, "steps": options.steps}
         for seed in options.seed
@@ -248,7 +258,7 @@ def main() -> None:
 
 
 def measure(key: Row, options: argparse.Namespace) -> Row:
-    """One piece."""
+    """Make the piece of `key`; return its row without the key."""
     with tempfile.TemporaryDirectory(prefix="versus-trl-") as scratch:
         config = settings_of(key["distribution"], key["seed"], Path(scratch), options)
         if key["system"] == "trl":

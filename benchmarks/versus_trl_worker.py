@@ -1,7 +1,7 @@
-"""TRL's side of `benchmarks.versus_trl`, run in TRL's own environment: `... JOB.json`.
+"""Trains with TRL for `benchmarks.versus_trl`, in TRL's environment: `... versus_trl_worker JOB`.
 
-Imports this system's scorer and nothing else of it. Generation is transformers' `generate`, which
-is what GRPOTrainer uses where there is no vLLM.
+From megatron_async, it imports only the scorer and the settings of the task. Responses are
+generated with `generate` of transformers, which GRPOTrainer uses if vLLM is not installed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EVALUATED_AT_ONCE = 128
 
 
 class Measurement(TrainerCallback):
-    """Seconds of steps without the evaluations between them, and what these found."""
+    """Callback that evaluates, and measures the seconds of steps without evaluations."""
 
     def __init__(self, job: dict[str, Any], scorer: ProceduralScorer, tokenizer: Any) -> None:
         self.job, self.scorer, self.tokenizer = job, scorer, tokenizer
@@ -40,14 +40,14 @@ class Measurement(TrainerCallback):
         self._mark = 0.0
 
     def score(self, payloads: list[str], texts: list[str]) -> list[float]:
-        """Rewards by this system's scorer."""
+        """Return the rewards of `texts` from megatron_async's scorer."""
         pairs = zip(payloads, texts, strict=True)
         return [self.scorer.score(json.loads(p), t)[0] for p, t in pairs]
 
     def reward(
         self, completions: list[str], payload: list[str], completion_ids: Any, **_: Any
     ) -> list[float]:
-        """TRL's reward function."""
+        """Return the rewards of a batch, as TRL's reward function; record mean and tokens."""
         rewards = self.score(payload, completions)
         self.rewards.append(statistics.mean(rewards))
         self.tokens.append(sum(len(ids) for ids in completion_ids))
@@ -67,7 +67,7 @@ class Measurement(TrainerCallback):
 
     @torch.no_grad()
     def evaluate(self, step: int) -> None:
-        """Greedy accuracy on the held-out problems."""
+        """Record the greedy accuracy on the held-out problems at `step`."""
         self.model.eval()
         rewards: list[float] = []
         rows = self.job["heldout"]
@@ -117,7 +117,7 @@ def main(file: Path) -> None:
         beta=0.0,
         epsilon=loss["clip_low"],
         epsilon_high=loss["clip_high"],
-        loss_type="dapo",  # the mean over all tokens, as `token_mean` here
+        loss_type="dapo",  # mean over all tokens, as `token_mean` of megatron_async
         scale_rewards="group",
         learning_rate=optimizer["lr"],
         lr_scheduler_type="constant_with_warmup",

@@ -1,14 +1,16 @@
-"""What a weight update costs: seconds by phase, bytes by transport, and how long generation waits.
+"""Measures weight updates: seconds of phases, bytes of transports, and the pause of generation.
 
     python -m benchmarks.weights --gigabytes 1.1 --out benchmarks/results/weights.md
 
-A Megatron trainer of one rank (this process) and one SGLang server on the same CPU, on a random
-Qwen3 in float32. The raw bandwidth of gloo's broadcast between two processes is measured in the
-same run, before each update, with as many bytes in buffers of the size of a bucket. The
-difference of `delta` is that of a real optimizer step. Figures are medians over `--repeats`.
+A Megatron trainer of one rank (this process) sends the weights of a random Qwen3 in float32 to one
+SGLang server on the same CPU. Before each update, the program measures the raw bandwidth of gloo's
+broadcast between two processes, with the same number of bytes, in buffers of the size of a bucket.
+The transport `delta` sends the difference of a real optimizer step. Results are medians over
+`--repeats`.
 
-Two processes that copy through the loopback keep both cores of a small machine busy. A link that is
-slower than memory leaves them time: `bash benchmarks/limited_loopback.sh 10gbit python -m ...`.
+Two processes that copy through the loopback interface keep both cores of a small machine busy. To
+measure with a link that is slower than memory, so that the cores are not always busy, run
+`bash benchmarks/limited_loopback.sh 10gbit python -m ...`.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ from megatron_async.weight_sync.transports.base import TransferReport
 
 MIB = 1 << 20
 LAYER_PARAMETERS = 1536 * (1536 + 2 * 512 + 1536 + 3 * 6144)
-# Mean error of log-probs with which `delta` passes.
+# Largest accepted mean error of log-probs; `delta` rounds weights to bfloat16.
 _ROUNDED_TO_BFLOAT16 = 0.05
 TRANSPORTS = ("distributed", "tensor", "disk", "delta")
 RUNNING = 2
@@ -72,7 +74,7 @@ def _broadcast(group: Any, tensor: torch.Tensor) -> None:
 
 
 def receive(port: int, size: int, count: int) -> None:
-    """The other process: receive all buffers again and again, until one begins with a zero."""
+    """Receive all buffers repeatedly, until one starts with a zero; runs in the other process."""
     group = _group(dist.TCPStore("127.0.0.1", port, 2), 1)
     buffers = torch.ones(count, size, dtype=torch.uint8)
     while True:
@@ -83,10 +85,10 @@ def receive(port: int, size: int, count: int) -> None:
 
 
 class RawLink:
-    """A gloo group of two processes that do nothing but broadcast.
+    """A gloo group of two processes that only broadcast.
 
-    As many bytes as the model has, between memory that both sides have touched before: a single
-    buffer would stay in the caches, which no model does.
+    They broadcast as many bytes as the model has, between memory that both sides have written
+    before. A single buffer would stay in the CPU's caches, but a model does not.
     """
 
     def __init__(self, size: int, count: int) -> None:
@@ -100,7 +102,7 @@ class RawLink:
         self.measure()
 
     def measure(self) -> float:
-        """Bytes a second of broadcasting all buffers once."""
+        """Broadcast all buffers once; return the bytes per second."""
         began = time.perf_counter()
         for buffer in self._buffers:
             _broadcast(self._group, buffer)
@@ -131,7 +133,14 @@ def settings(model: Path, transport: str, bucket_mib: int) -> RunConfig:
 
 @dataclass
 class Update:
-    """One measured update."""
+    """Measurements of one update.
+
+    Attributes:
+        report: The transport's report.
+        verify_seconds: Seconds of the verification of weights.
+        still_seconds: Seconds from the pause of generation to the next token.
+        raw: Raw bandwidth before the update, in bytes per second.
+    """
 
     report: TransferReport
     verify_seconds: float
@@ -141,7 +150,7 @@ class Update:
 
 @dataclass
 class Bench:
-    """The trainer, the engine, and everything measured so far."""
+    """The trainer, the engine, and all measurements so far."""
 
     trainer: PolicyTrainer
     model: Path
@@ -153,7 +162,7 @@ class Bench:
     updates: dict[str, list[Update]] = field(default_factory=dict)
 
     def train(self) -> None:
-        """Make one optimizer step on eight random sequences, so that weights differ."""
+        """Make one optimizer step on eight random sequences, so that the weights change."""
         batch = ragged_batch([32] * 8, self.trainer.vocab_size, step=self.number)
         rewards_S = (np.arange(8) % 2).astype(np.float32)
         report = self.trainer.train_batch(replace(batch, rewards_S=rewards_S))
@@ -170,7 +179,7 @@ class Bench:
             publisher.close()
 
     def update(self, publisher: WeightPublisher, label: str | None) -> None:
-        """Publish while requests run; record the update under `label`, if that is given."""
+        """Publish the weights while requests run; record the update as `label` if it is given."""
         raw = self.raw.measure()
         self.number += 1
         found = asyncio.run(self._update(publisher, raw))
@@ -202,7 +211,7 @@ class Bench:
                 publisher.publish, [EngineAddress("engine", self.url)], version
             )
             if await publish != ["engine"]:
-                raise RuntimeError("the engine did not take the update")
+                raise RuntimeError("the engine did not load the update")
             await client.resume()
             seen = len(arrivals)
             while len(arrivals) == seen:
@@ -227,7 +236,7 @@ class Bench:
         logprobs_T = self.trainer.compute_logprobs(packed(samples, 1.0))
         [error] = errors(samples, logprobs_T).values()
         if not error.mean <= _ROUNDED_TO_BFLOAT16:
-            raise RuntimeError(f"the engine does not hold the trainer's weights: {error}")
+            raise RuntimeError(f"the engine's weights differ from the trainer's: {error}")
 
 
 async def _stream(client: SGLangClient, name: str, arrivals: list[float]) -> None:
@@ -245,7 +254,7 @@ def middle(updates: list[Update], value: Callable[[Update], float]) -> float:
 
 
 def phase_table(bench: Bench) -> str:
-    """Return the medians of each transport, in seconds."""
+    """Return a table of each transport's median seconds."""
     header = (
         "transport | update, s | phases (they overlap), s | verify, s | generation stands still, s"
     )
@@ -263,7 +272,7 @@ def phase_table(bench: Bench) -> str:
 
 
 def byte_table(bench: Bench) -> str:
-    """Return the bytes that each transport sends."""
+    """Return a table of the bytes that each transport sends."""
     rows = []
     for label, updates in bench.updates.items():
         sent = middle(updates, lambda u: float(u.report.sent_bytes))
@@ -273,7 +282,7 @@ def byte_table(bench: Bench) -> str:
 
 
 def share_lines(bench: Bench) -> str:
-    """Return the raw bandwidth, and the share of it that `distributed` reaches."""
+    """Return text with the raw bandwidth and the share of it that `distributed` reaches."""
     updates = bench.updates["distributed"]
 
     def before_load(update: Update) -> float:
@@ -287,15 +296,16 @@ def share_lines(bench: Bench) -> str:
         f"Raw gloo broadcast in buffers of {bench.bucket_mib} MiB: "
         f"{statistics.median(raws) / 1e9:.2f} GB/s (median of {len(raws)} pairs, "
         f"{min(raws) / 1e9:.2f} to {max(raws) / 1e9:.2f}).\n\n"
-        "- `distributed`, gather and transfer from the end of the engine's running step (`begin`) "
-        f"until the last byte has arrived: {middle(updates, before_load):.0%} of the raw "
+        "- `distributed`, gather and transfer, from the end of the engine's running step (`begin`) "
+        f"to the arrival of the last byte: {middle(updates, before_load):.0%} of the raw "
         "bandwidth.\n"
-        f"- the whole update, with that wait and the load of the last bucket: {whole:.0%}."
+        "- The whole update, including the wait for that step and the load of the last bucket: "
+        f"{whole:.0%}."
     )
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> str:
-    """Measure all transports; return the result file's text."""
+    """Measure all transports; return the text of the result file."""
     model = folder / "model"
     layers = max(1, round(arguments.gigabytes * 1e9 / 4 / LAYER_PARAMETERS))
     shape = TinyModel(
@@ -317,12 +327,12 @@ def measure(arguments: argparse.Namespace, folder: Path) -> str:
 
 
 def run(bench: Bench, transports: list[str], repeats: int) -> None:
-    """Make all updates."""
+    """Make all updates of the chosen transports."""
     for transport in dict.fromkeys(["distributed", *transports]):
         if transport == "delta":
             continue
         with bench.publisher(transport) as publisher:
-            bench.update(publisher, None)  # connects, warms
+            bench.update(publisher, None)  # not measured, because it connects
             for _ in range(repeats):
                 bench.update(publisher, transport)
     if "delta" in transports:
@@ -334,26 +344,26 @@ def run(bench: Bench, transports: list[str], repeats: int) -> None:
 
 
 def limit() -> str:
-    """Return the limit that `limited_loopback.sh` has set for the loopback, in words."""
+    """Return the bandwidth limit that `limited_loopback.sh` has set, in words."""
     rate = os.environ.get(LIMIT_VARIABLE)
     return f" limited to {rate} by a token bucket" if rate else ""
 
 
 def report(bench: Bench, parameters: int, repeats: int) -> str:
-    """Return the result file's text."""
+    """Return the text of the result file."""
     size = bench.updates["distributed"][0].report.bytes
     return "\n\n".join(
         [
             f"torch {torch.__version__}. A Qwen3 of {parameters / 1e6:.0f} million parameters in "
             f"float32 ({size / 1e9:.2f} GB), one trainer rank, one SGLang server, "
-            f"loopback{limit()}; medians of {repeats}. Trainer, engine and the raw link's second "
-            "process share the cores.",
+            f"loopback interface{limit()}. Numbers are medians of {repeats}. The trainer, the "
+            "engine and the second process of the raw link share the cores.",
             phase_table(bench),
             "## Bytes",
             byte_table(bench),
-            "`tensor` counts the base64 of a pickle by value, as on a CPU; on a GPU it sends "
-            "handles. The difference is that of one Adam step with learning rate 1e-6 on all "
-            "weights.",
+            "On a CPU, `tensor` sends a pickle of all values in base64, which is counted here. On "
+            "a GPU, it sends handles. The difference of `delta` is that of one Adam step with "
+            "learning rate 1e-6 on all weights.",
             "## Share of the raw bandwidth",
             share_lines(bench),
         ]
@@ -362,7 +372,7 @@ def report(bench: Bench, parameters: int, repeats: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gigabytes", type=float, default=1.1, help="weights, in float32")
+    parser.add_argument("--gigabytes", type=float, default=1.1, help="size of the float32 weights")
     parser.add_argument("--bucket-mib", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
@@ -370,7 +380,7 @@ def main() -> None:
         nargs="+",
         choices=TRANSPORTS,
         default=list(TRANSPORTS),
-        help="beside `distributed`, which is always measured",
+        help="transports in addition to `distributed`, which is always measured",
     )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
