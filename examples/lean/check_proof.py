@@ -3,7 +3,7 @@
 The file row.json in the working directory contains the row. The exit status is 0 if all of these
 conditions hold: Lean accepts the proof in PROJECT (a Lake project with Mathlib), the proof contains
 the row's own statement, and it contains no word that `FORBIDDEN` matches. With such a word, for
-example `sorry` or `axiom`, Lean accepts proofs of anything.
+example `sorry` or `axiom`, Lean could accept a proof of anything.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A harness that gets one response of the policy in the process of the taskset."""
+"""A harness that calls the policy in the process of the taskset, without a process per turn."""
 
 import verifiers.v1 as vf
 from openai import AsyncOpenAI
