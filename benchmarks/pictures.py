@@ -88,6 +88,7 @@ class Watch:
         self._version, self._training = 0, 0.0
 
     def step(self, scheduler: Scheduler, event: ev.Event) -> list[ev.Action]:
+        """Record an event, pass it to the scheduler, and record the actions; return the actions."""
         now = self.world.now if self.world is not None else 0.0
         match event:
             case ev.Finished(trajectory_id=i):

@@ -106,6 +106,7 @@ class Load:
         return ev.GroupSpec(self.given - 1, ids, 200)
 
     def _send(self, event: ev.Event) -> None:
+        """Send an event to the scheduler, measure the call, and carry out the returned actions."""
         began = time.perf_counter()
         actions = self.scheduler.step(event)
         self.spent += time.perf_counter() - began
@@ -114,6 +115,7 @@ class Load:
             self._carry_out(action)
 
     def _carry_out(self, action: ev.Action) -> None:
+        """Carry out an action; queue the events that follow from it."""
         match action:
             case ev.Submit():
                 self.place[action.trajectory_id] = len(self.running)
@@ -132,6 +134,7 @@ class Load:
                 self.queue.append(ev.WeightsPublished(PolicyVersion(0, action.number)))
 
     def _stop_running(self, trajectory_id: int) -> None:
+        """Remove a trajectory from `running` in constant time."""
         place = self.place.pop(trajectory_id)
         last = self.running.pop()
         if last != trajectory_id:

@@ -87,6 +87,7 @@ def uses(root: psutil.Process) -> dict[str, list[float]]:
 
 
 def look(directory: RunDirectory, root: psutil.Process, step: int, seconds: float) -> Look:
+    """Return a sample of a run, whose process `root` has made `step` steps."""
     sizes = []
     for file in directory.path.rglob("*"):
         with suppress(FileNotFoundError):  # the run has removed the file
@@ -128,6 +129,7 @@ class _Steps:
         self._file, self._read, self._steps = file, 0, 0
 
     def done(self) -> int:
+        """Read the lines that were added; return the number of training steps so far."""
         with suppress(FileNotFoundError), self._file.open("rb") as opened:
             opened.seek(self._read)
             lines = opened.read().split(b"\n")[:-1]

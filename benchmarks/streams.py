@@ -330,6 +330,7 @@ class Run:
         return self.figures
 
     async def _check(self) -> None:
+        """Check each stored token and log-prob; raise ValueError if one is wrong or missing."""
         store = TrajectoryStore.open(self._store_file, lineage=1)
         for trajectory in [t for g in store.unconsumed_groups() for t in g.trajectories]:
             if not trajectory.segments:
@@ -352,6 +353,7 @@ class Run:
 
 
 async def _tick(phase: Phase) -> None:
+    """Measure the longest iterations of the event loop until the task is canceled."""
     while True:
         wall, cpu = time.perf_counter(), time.thread_time()
         await asyncio.sleep(_TICK_SECONDS)

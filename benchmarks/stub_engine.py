@@ -71,6 +71,7 @@ class Stub:
         self._order = itertools.count()
 
     def begin(self, connection: Connection, body: dict[str, Any]) -> None:
+        """Start a request: report its first token, and schedule its next report."""
         stream = Stream(connection, body)
         self.running[stream.rid] = stream
         connection.stream = stream
@@ -161,6 +162,7 @@ class Connection(asyncio.Protocol):
             del self._stub.running[self.stream.rid]
 
     def data_received(self, data: bytes) -> None:
+        """Parse each complete HTTP request in the buffer and reply to it."""
         self._buffer += data
         while (end := self._buffer.find(b"\r\n\r\n")) >= 0:
             first, *headers = bytes(self._buffer[:end]).split(b"\r\n")

@@ -118,6 +118,7 @@ class RawLink:
 
 
 def settings(model: Path, transport: str, bucket_mib: int) -> RunConfig:
+    """Return the settings of a run with this model, transport and size of buckets."""
     return build_config(
         {
             "model": {"path": str(model)},
@@ -171,6 +172,7 @@ class Bench:
 
     @contextmanager
     def publisher(self, transport: str) -> Iterator[WeightPublisher]:
+        """Yield a publisher with this transport; close it at the end."""
         config = settings(self.model, transport, self.bucket_mib)
         publisher = WeightPublisher(config, self.trainer.model, self.folder / transport)
         try:
@@ -194,6 +196,7 @@ class Bench:
         )
 
     async def _update(self, publisher: WeightPublisher, raw: float) -> Update:
+        """Pause running requests, publish the weights, resume, and verify; return measurements."""
         config = settings(self.model, "distributed", self.bucket_mib)
         client = await SGLangClient.connect("engine", self.url, config.engines)
         try:
@@ -228,6 +231,7 @@ class Bench:
         return Update(publisher.report, verified, still, raw)
 
     async def _verify(self, client: SGLangClient, version: PolicyVersion) -> None:
+        """Check that log-probs of tokens sampled from the engine agree with the trainer's."""
         weights = settings(self.model, "disk", 1).weights
         await client.checksum()
         prompts = [np.array([5, 6, 7, i], np.int32) for i in range(PROMPTS)]

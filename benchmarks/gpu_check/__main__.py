@@ -60,6 +60,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(checks: list[Check], folder: Path, *, again: bool, trial_run: bool) -> int:
+    """Run the checks in order and record their results; return the exit code."""
     file = ResultFile(folder)
     done = set() if again or trial_run else file.done()
     failed = 0

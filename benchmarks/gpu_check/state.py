@@ -89,6 +89,7 @@ def _digests(tensors: list[Tensor]) -> list[str]:
 
 
 def _require_equal(when: str, ours: list[Tensor], theirs: list[Tensor]) -> None:
+    """Raise CheckFailed if any two tensors differ; `when` names the moment of the comparison."""
     differing = [
         index
         for index, (a, b) in enumerate(zip(_digests(ours), _digests(theirs), strict=True))

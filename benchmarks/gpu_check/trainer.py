@@ -95,6 +95,7 @@ def lowest_cosine(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> t
 def _require_close(
     what: str, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], bound: float
 ) -> float:
+    """Return the lowest cosine of gradients; raise CheckFailed if it is below `bound`."""
     cosine, name = lowest_cosine(ours, theirs)
     if not cosine >= bound:
         raise CheckFailed(
@@ -104,6 +105,7 @@ def _require_close(
 
 
 def _parity(stage: Stage, config: Mapping[str, Any]) -> Figures:
+    """Compare log-probs and gradients of a model in bfloat16 and float32; return differences."""
     config = _config(stage, config)
     model = write_model(stage.scratch / "model", config, stage.device, std=0.05)
     batch = ragged_batch(_lengths(stage), config["vocab_size"])

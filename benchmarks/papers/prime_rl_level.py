@@ -27,6 +27,7 @@ FREE_TRAINER = (
 
 
 def rows(*overrides: str) -> list[tuple[object, ...]]:
+    """Simulate every k with these overrides; return a row for each k."""
     base = point(CONFIG, "schedule.max_async_level=0", *overrides).tokens_per_second
     out: list[tuple[object, ...]] = []
     for level in LEVELS:

@@ -18,6 +18,7 @@ TASKS = 1000
 
 
 async def play(env: vf.Env, task: vf.Task, row: dict) -> None:
+    """Play one episode of `task`; print its number, reward and errors as a line of JSON."""
     key = f"EPISODE_{row['number']}"
     os.environ[key] = row["api_key"]
     try:
