@@ -114,7 +114,7 @@ def test_score_command_starts_ranks_and_writes_one_file(
         "the file must have the mode that umask gives"
     )
     assert not any((tmp_path / "runs").iterdir())
-    with pytest.raises(UserError, match=r"--out .*scores.safetensors exists"):
+    with pytest.raises(UserError, match=r"--out is .*scores.safetensors, which already exists"):
         CliRunner().invoke(app, [*command, "--out", str(out), *layout], catch_exceptions=False)
 
 
