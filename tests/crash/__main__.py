@@ -1,9 +1,12 @@
-"""`python -m tests.crash --engine simulated --kills 200 --seed 1 [--episodes] [--cluster ray]
-[--out F]`
+"""Kills training runs at random moments and checks that no promised trajectory or token is lost.
 
-Runs `megatron-async train` with a tiny model again and again, kills its parts and the whole of it
-at random moments, and accounts for every trajectory and token. Prints a table; exit code 1 if a
-promise was broken or a run did not go on. `--agents`: episodes of a program.
+`python -m tests.crash --engine simulated --kills 200 --seed 1 [--episodes | --agents]
+[--cluster ray] [--out FILE]`
+
+Each run is `megatron-async train` with a tiny model. The command kills single processes of the run
+and its whole process tree, lets the run continue to its end, and then checks every trajectory and
+token (`checks.py`). It prints a table. The exit code is 1 if a promise was broken or a run did not
+continue.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ _KILLS_OF_A_RUN = 17
 
 @dataclass
 class Account:
-    """Kills of one preset, and what they cost."""
+    """Kills and results of all runs of one preset."""
 
     kills: dict[Target, list[Kill]] = field(default_factory=lambda: defaultdict(list))
     largest_loss: dict[Target, int] = field(default_factory=lambda: defaultdict(int))
@@ -60,14 +63,21 @@ class Account:
 
 
 def plan_of_kills(rng: random.Random, kills: int, parts: Iterator[Target]) -> list[Target]:
-    """In a random order: the next of `parts`, the whole tree at every tenth and at the end."""
+    """Return the targets of a run's kills in random order.
+
+    Every tenth kill and the last kill hit the whole process tree. The other kills hit the next
+    items of `parts`.
+    """
     plan: list[Target] = ["tree" if i % 10 == 9 else next(parts) for i in range(kills - 1)]
     rng.shuffle(plan)
     return [*plan, "tree"]
 
 
 def one_run(run: RunUnderFire, plan: list[Target], account: Account) -> None:
-    """Start, kill by the plan, resume to the end, audit. Failures go into the account."""
+    """Start a run, kill the targets of `plan`, let the run end, and add the result to `account`.
+
+    Failures and broken promises are recorded in `account.broken`.
+    """
     rng = run.rng
     try:
         run.start()
@@ -78,7 +88,7 @@ def one_run(run: RunUnderFire, plan: list[Target], account: Account) -> None:
         run.last_life(steps=2)
         run.wait_for_end()
     except RunFailed as failure:
-        account.broken.append(f"{run.config['name']}: a run did not go on: {failure}")
+        account.broken.append(f"{run.config['name']}: a run did not continue: {failure}")
         return
     finally:
         run.close()
@@ -105,7 +115,7 @@ def one_run(run: RunUnderFire, plan: list[Target], account: Account) -> None:
 
 
 def table(accounts: dict[str, Account]) -> str:
-    """Kills by target and preset, what was lost, and how long a recovery took."""
+    """Format the results as Markdown tables, with a row for each preset and target."""
     lines = [
         "| preset | killed | kills | seconds to the next step, median (max) "
         "| most tokens of a trajectory lost |",
@@ -125,21 +135,22 @@ def table(accounts: dict[str, Account]) -> str:
     lines.append("|---" * (len(CHECKS) + 5) + "|")
     for preset, account in accounts.items():
         counts = [sum(f": {name}: " in line for line in account.broken) for name in CHECKS]
-        stopped = sum("did not go on" in line for line in account.broken)
+        stopped = sum("did not continue" in line for line in account.broken)
         cells = [preset, account.trajectories, account.batches, account.largest_lag]
         lines.append("| " + " | ".join(map(str, [*cells, *counts, stopped])) + " |")
     if any(account.open_at_kills or account.repeats for account in accounts.values()):
-        lines += ["", "| preset | open at kills | went on as they were | answers given again |"]
+        lines += ["", "| preset | open at kills | continued | responses delivered again |"]
         lines.append("|---" * 4 + "|")
         for preset, account in accounts.items():
-            known = account.open_at_kills  # not of agents, which begin again
+            # Runs of agents record no open episodes, because an agent's program starts again.
+            known = account.open_at_kills
             cells = [preset, known or "-", account.went_on if known else "-", account.repeats]
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code: 0 when every promise was kept."""
+    """Run the crash test; return exit code 0 if every promise was kept and 1 otherwise."""
     parser = argparse.ArgumentParser(prog="tests.crash", description=__doc__)
     parser.add_argument("--engine", choices=("simulated", "sglang"), default="simulated")
     parser.add_argument("--kills", type=int, default=200)
@@ -148,12 +159,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--cluster", choices=("local", "ray"), default="local")
     parser.add_argument("--kills-of-a-run", type=int, default=_KILLS_OF_A_RUN)
     played = parser.add_mutually_exclusive_group()
-    played.add_argument("--episodes", action="store_true", help="of an environment")
-    played.add_argument("--agents", action="store_true", help="episodes of an agent")
-    parser.add_argument("--out", type=Path, default=None, help="file for the table")
-    parser.add_argument("--keep", type=Path, default=None, help="directory for the runs")
+    played.add_argument(
+        "--episodes", action="store_true", help="train on episodes of an environment"
+    )
+    played.add_argument("--agents", action="store_true", help="train on episodes of an agent")
+    parser.add_argument("--out", type=Path, default=None, help="file to write the table to")
+    parser.add_argument(
+        "--keep", type=Path, default=None, help="directory in which the runs are kept"
+    )
     parsed = parser.parse_args(arguments)
-    # So that a run is not left behind.
+    # An exception lets `one_run` end the processes of the current run.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     rng = random.Random(parsed.seed)
     presets = (parsed.preset,) if parsed.preset else PRESETS
@@ -163,9 +178,8 @@ def main(arguments: list[str]) -> int:
         root = parsed.keep or Path(scratch)
         prepare(root)
         left, number = parsed.kills, 0
-        parts = itertools.cycle(
-            PARTS_OF_EPISODES if parsed.episodes or parsed.agents else PARTS
-        )  # over all runs: a run may be too short for each of them
+        # One cycle serves all runs, because a single run may be too short for every part.
+        parts = itertools.cycle(PARTS_OF_EPISODES if parsed.episodes or parsed.agents else PARTS)
         while left > 0:
             preset = presets[number % len(presets)]
             count = min(parsed.kills_of_a_run, left)
@@ -190,7 +204,7 @@ def main(arguments: list[str]) -> int:
 
 
 def report(parsed: argparse.Namespace, accounts: dict[str, Account], seconds: float) -> str:
-    """The table with the command, and every broken promise."""
+    """Return the command, the tables and every broken promise as Markdown."""
     command = f"python -m tests.crash --engine {parsed.engine} --kills {parsed.kills}"
     if parsed.kills_of_a_run != _KILLS_OF_A_RUN:
         command += f" --kills-of-a-run {parsed.kills_of_a_run}"

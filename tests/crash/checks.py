@@ -1,9 +1,14 @@
-"""The promises of store, lag bound and fleet, checked on evidence. Pure.
+"""Checks the promises of the store, of the lag bound and of the fleet against a run's evidence.
+
+A promise is a guarantee that the documentation gives, for example that no trajectory is trained
+twice. The checks are pure functions of `Evidence` and `Rules`.
 
 Invariants
-- A check returns one sentence for each trajectory, step or token run that breaks its promise; none
-  when it is kept. What a check counts on, another one checks.
-- The surviving lineage is worked out from the trainer's own account, not from the store.
+- A check returns one message for each trajectory, step or span of tokens that breaks its promise,
+  and no message when the promise is kept. If a check relies on a property, another check tests that
+  property.
+- The surviving path of lineages is computed from the trainer's record (`trained.jsonl`), not from
+  the store.
 """
 
 from __future__ import annotations
@@ -26,11 +31,17 @@ DONE = ("finished", "scored", CONSUMED, "dropped")
 
 @dataclass(frozen=True)
 class Rules:
-    """What the run was set to: the store's chunk, the lag bound (None: no bound), what ends a
-    response, and the model of simulated engines.
+    """Settings of a run that the checks need.
 
-    `by_version`: what they generate follows from the version that they hold, too (`weights_of`).
-    `reward_of`: the reward of a response; None where that is not known.
+    Attributes:
+        chunk_tokens: Number of tokens that the store writes as one chunk.
+        max_async_level: Bound of the lag; None for no bound.
+        stop_token_id: Token that ends a response.
+        max_new_tokens: Number of tokens after which a response ends without a stop token.
+        simulated: Model of the simulated engines; None if the engines are real.
+        by_version: Whether the tokens of a simulated engine also depend on the policy version that
+            it has loaded (`weights_of`).
+        reward_of: Returns the reward of a response; None if the reward is not known.
     """
 
     chunk_tokens: int
@@ -43,7 +54,7 @@ class Rules:
 
 
 def weights_of(model: SimulatedEngineModel, version: PolicyVersion) -> SimulatedEngineModel:
-    """The model that a simulated engine is once it holds this version, where that matters."""
+    """Return the model by which a simulated engine generates after it has loaded `version`."""
     return replace(model, seed=zlib.crc32(f"{model.seed} {version}".encode()))
 
 
@@ -54,7 +65,10 @@ Check = Callable[[Evidence, Rules], list[str]]
 
 
 def branches(attaches: list[Attach]) -> dict[int, Attach]:
-    """Lineage -> how it began; a second attach of one goes on with it (its manager was lost)."""
+    """Return the first attach of each lineage.
+
+    A later attach of the same lineage continues the lineage after its manager was lost.
+    """
     begun: dict[int, Attach] = {}
     for attach in attaches:
         begun.setdefault(attach.lineage, attach)
@@ -62,7 +76,12 @@ def branches(attaches: list[Attach]) -> dict[int, Attach]:
 
 
 def surviving_path(attaches: list[Attach]) -> dict[int, int | None]:
-    """Lineage -> the step at which the surviving lineage leaves it (None: the newest itself)."""
+    """Return the lineages of the surviving path, from the newest to the oldest.
+
+    Returns:
+        For each lineage the step at which the path continues in a newer lineage; None for the
+        newest lineage.
+    """
     begun = branches(attaches)
     path: dict[int, int | None] = {}
     here: int | None = max(begun, default=None)
@@ -75,7 +94,7 @@ def surviving_path(attaches: list[Attach]) -> dict[int, int | None]:
 
 
 def surviving_batches(evidence: Evidence) -> list[Batch]:
-    """Batches that the trainer took along the surviving lineage, in the order of taking."""
+    """Return the batches that the trainer received on the surviving path, in order of arrival."""
     path = surviving_path(evidence.attaches)
     found = []
     for batch in evidence.batches:
@@ -86,7 +105,11 @@ def surviving_batches(evidence: Evidence) -> list[Batch]:
 
 
 def part_step(attaches: list[Attach], lineage: int, other: int) -> int | None:
-    """The step n0 at which `lineage` parts from `other`; None when it does not."""
+    """Return the step n0 at which `lineage` and `other` part.
+
+    Returns:
+        The step; 0 if the lineages have no common ancestor, None if they are equal.
+    """
     begun = branches(attaches)
 
     def ancestry(lineage: int) -> list[int]:
@@ -110,7 +133,10 @@ def part_step(attaches: list[Attach], lineage: int, other: int) -> int | None:
 
 
 def finished_and_lost(evidence: Evidence, rules: Rules) -> list[str]:
-    """What was ever seen finished is still there, as it was; nothing has vanished or is doubled."""
+    """Check that each trajectory is kept exactly once and that a finished trajectory never changes.
+
+    A look at the store during the run shows which trajectories were finished at that moment.
+    """
     wrong = []
     for trajectory_id in range(evidence.trajectories):
         copies = len(evidence.kept.get(trajectory_id, ()))
@@ -130,7 +156,7 @@ def finished_and_lost(evidence: Evidence, rules: Rules) -> list[str]:
 
 def _changed(copies: list[Kept], tokens: int, reward: float | None) -> str:
     if not copies:
-        return "is gone"
+        return "is missing now"
     now = copies[0]
     if now.state not in DONE:
         return f"is {now.state} now"
@@ -142,7 +168,7 @@ def _changed(copies: list[Kept], tokens: int, reward: float | None) -> str:
 
 
 def trained_twice(evidence: Evidence, rules: Rules) -> list[str]:
-    """Along the surviving lineage no trajectory is in two batches, and no step has two."""
+    """Check that no trajectory is in two batches of the surviving path and no step has two."""
     batches = surviving_batches(evidence)
     uses = Counter(i for batch in batches for i in batch.ids)
     steps = Counter(batch.step for batch in batches)
@@ -152,21 +178,24 @@ def trained_twice(evidence: Evidence, rules: Rules) -> list[str]:
 
 
 def steps_missing(evidence: Evidence, rules: Rules) -> list[str]:
-    """Every step has its batch, up to the newest checkpoint, that of the newest lineage."""
+    """Check that every step has a batch and that the newest checkpoint is at the last step.
+
+    The newest checkpoint must belong to the newest lineage.
+    """
     steps = {batch.step for batch in surviving_batches(evidence)}
     end = max(steps, default=-1) + 1
     wrong = [f"step {step} has no batch" for step in range(end) if step not in steps]
     newest = max((attach.lineage for attach in evidence.attaches), default=None)
     if evidence.newest_checkpoint != (newest, end):
         wrong.append(
-            f"the newest checkpoint is {evidence.newest_checkpoint}, the trainer ended at "
+            f"the newest checkpoint is {evidence.newest_checkpoint}; the trainer ended at "
             f"step {end} of lineage {newest}"
         )
     return wrong
 
 
 def store_disagrees(evidence: Evidence, rules: Rules) -> list[str]:
-    """The store counts as consumed exactly what was trained, and where it was."""
+    """Check that the store records exactly the trained trajectories as consumed, by their batch."""
     trained = {
         i: (batch.lineage, batch.step)
         for batch in surviving_batches(evidence)
@@ -177,18 +206,24 @@ def store_disagrees(evidence: Evidence, rules: Rules) -> list[str]:
     for one in _every(evidence):
         if one.consumed != trained.get(one.trajectory_id):
             wrong.append(
-                f"trajectory {one.trajectory_id}: the store has it consumed by {one.consumed}, the "
-                f"trainer has {trained.get(one.trajectory_id)}"
+                f"trajectory {one.trajectory_id}: the store says that it was consumed by "
+                f"{one.consumed}, the trainer says {trained.get(one.trajectory_id)}"
             )
         if one.state == "dropped" and not one.drop_reason:
-            wrong.append(f"trajectory {one.trajectory_id} was dropped for no reason")
+            wrong.append(f"trajectory {one.trajectory_id} was dropped without a stored reason")
     return wrong
 
 
 class Loss(NamedTuple):
-    """Tokens of a trajectory that had arrived and were lost; `place`: in the arrivals.
+    """Tokens of a trajectory that had arrived at the manager and were lost.
 
-    `largest` is the largest append before. `anew`: the episode began again under another name.
+    Attributes:
+        trajectory_id: Trajectory that lost the tokens.
+        place: Offset in `arrivals.jsonl` of the request that shows the loss; greater than every
+            offset if the tokens are missing at the end of the run.
+        tokens: Number of lost tokens.
+        largest: Number of tokens of the largest chunk that had arrived for the trajectory.
+        anew: Whether the episode restarted from scratch, and so under another name.
     """
 
     trajectory_id: int
@@ -199,9 +234,11 @@ class Loss(NamedTuple):
 
 
 def tokens_lost(evidence: Evidence) -> Iterator[Loss]:
-    """Every loss. A request begins where the store's tokens ended: what had arrived beyond is lost.
+    """Yield every loss.
 
-    All requests of an episode begin with the input of its first one, which has its name.
+    A request starts where the stored tokens end, so tokens that had arrived beyond its start are
+    lost. All requests of an episode start with the input of its first request, which contains the
+    name of the episode. A request with another input means that the episode restarted from scratch.
     """
     for trajectory_id, requests in evidence.requests.items():
         had, largest, opening = 0, 0, requests[0].input
@@ -220,9 +257,10 @@ def tokens_lost(evidence: Evidence) -> Iterator[Loss]:
 
 
 def more_than_a_chunk_lost(evidence: Evidence, rules: Rules) -> list[str]:
-    """An interruption takes at most the chunk that was being filled: see docs/store.md.
+    """Check that an interruption loses at most the chunk that was being filled (docs/store.md).
 
-    A fault that costs an episode explains one that began anew, and nothing else does.
+    A restart of an episode from scratch is allowed only for a fault that costs an episode
+    (`Kind.anew`). Each such fault allows one restart.
     """
     losses = sorted(tokens_lost(evidence), key=lambda loss: loss.place)
     anew = [loss for loss in losses if loss.anew]
@@ -232,13 +270,18 @@ def more_than_a_chunk_lost(evidence: Evidence, rules: Rules) -> list[str]:
         for loss in losses
         if not loss.anew and loss.tokens > rules.chunk_tokens - 1 + loss.largest
     ] + [
-        f"trajectory {loss.trajectory_id} began anew after {loss.tokens} tokens without a fault"
+        f"trajectory {loss.trajectory_id} restarted after {loss.tokens} tokens without a fault"
         for loss in unexplained
     ]
 
 
 def wrong_tokens(evidence: Evidence, rules: Rules) -> list[str]:
-    """Kept tokens arrived in their place, each run of them in one stream; those are trained."""
+    """Check the tokens and the rewards of all trajectories.
+
+    Each kept token must have arrived at its position, in a stream that continues from the tokens
+    before it. The trained tokens must equal the kept tokens. A simulated engine must generate the
+    same tokens, and the reward must belong to them.
+    """
     wrong = []
     scorers_failed = any(KINDS[one.kind].edge == "scorer" for one in evidence.injected)
     for one in _every(evidence):
@@ -255,8 +298,8 @@ def wrong_tokens(evidence: Evidence, rules: Rules) -> list[str]:
             wrong.append(f"trajectory {one.trajectory_id}: token {bad[0] - first} never arrived")
         elif (whole := _in_whole_streams(one, requests)) < len(one.tokens):
             wrong.append(
-                f"trajectory {one.trajectory_id}: token {whole} is of another stream than those "
-                "before it, or of none that began there"
+                f"trajectory {one.trajectory_id}: token {whole} neither continues the stream of "
+                "the tokens before it nor starts the stream of a later request"
             )
         elif rules.simulated is not None and not _is_continuation(one, rules):
             wrong.append(
@@ -264,20 +307,23 @@ def wrong_tokens(evidence: Evidence, rules: Rules) -> list[str]:
             )
         right = one.reward if rules.reward_of is None else rules.reward_of(one.tokens)
         if one.reward not in (None, right) and not (one.reward == 0.0 and scorers_failed):
-            wrong.append(f"trajectory {one.trajectory_id} has another response's reward")
+            wrong.append(f"trajectory {one.trajectory_id} has a reward of another response")
     for batch in surviving_batches(evidence):
         for trajectory_id, response in zip(batch.ids, batch.responses, strict=True):
             copies = evidence.kept.get(trajectory_id, [])
             if copies and copies[0].tokens != response:
-                wrong.append(f"trajectory {trajectory_id} was trained with other tokens")
+                wrong.append(
+                    f"trajectory {trajectory_id} was trained on tokens that are not the kept tokens"
+                )
     return wrong
 
 
 def _in_whole_streams(one: Kept, requests: list[Request]) -> int:
-    """How many of its tokens are beginnings of requests' streams, one after the other in time.
+    """Return how many leading tokens consist of prefixes of request streams in order of time.
 
-    A request asks for what follows the tokens that the store has: its own begin there, and those of
-    an earlier one come no more. A request of which everything was lost counts nothing.
+    A request asks for the tokens after the stored tokens. Its stream therefore starts there, and no
+    token of an earlier request may follow. A request whose tokens were all lost is skipped.
+    Observations of an environment may be between the streams.
     """
     first, last = len(one.prompt), len(one.prompt) + len(one.tokens)
     ends = {first}
@@ -299,7 +345,7 @@ def _in_whole_streams(one: Kept, requests: list[Request]) -> int:
 
 
 def _is_continuation(one: Kept, rules: Rules) -> bool:
-    """Return whether the simulated engine generates these tokens after those before them."""
+    """Return whether the simulated engine generates each policy token after the tokens before."""
     base = rules.simulated
     assert base is not None
     models = {v: weights_of(base, v) if rules.by_version else base for v in one.own_versions}
@@ -320,13 +366,14 @@ def _is_continuation(one: Kept, rules: Rules) -> bool:
 
 
 def wrong_end(evidence: Evidence, rules: Rules) -> list[str]:
-    """A response ends where its engine ended it: nothing follows, and nothing is scored before.
+    """Check that a response ends where its engine ended it.
 
-    An engine's word that came just before a kill may be lost with the tokens that it came with;
-    then the next request begins before that end. One that begins at it asks for what follows.
+    No token may follow the end, and no response may be scored before its end. A kill may lose the
+    reported end together with the tokens of the same chunk; the next request then starts before
+    that end. A request that starts at the end or later asks for tokens that must not exist.
     """
     wrong = []
-    # Also those that are to begin anew, which have no opening.
+    # One opening is enough: an episode that is about to restart has no opening.
     has_episodes = any(one.opening for one in _every(evidence))
     for one in _every(evidence):
         answers = _answers(one)
@@ -334,7 +381,7 @@ def wrong_end(evidence: Evidence, rules: Rules) -> list[str]:
         if after:
             wrong.append(f"trajectory {one.trajectory_id} has {after} tokens after a stop token")
         scored = one.state in DONE and one.state != "dropped"
-        # All answers but the last have had a reply.
+        # The environment has replied to all responses but the last, so they have ended.
         asked = answers if scored else answers[:-1]
         if not after and not all(_is_whole(answer, rules) for answer in asked):
             wrong.append(
@@ -344,7 +391,7 @@ def wrong_end(evidence: Evidence, rules: Rules) -> list[str]:
     for batch in evidence.batches:
         for trajectory_id, response in zip(batch.ids, batch.responses, strict=True):
             if has_episodes:
-                continue  # what is trained is what is kept (`wrong_tokens`)
+                continue  # `wrong_tokens` checks that the trained tokens are the kept tokens.
             after = _after_stop(response, rules)
             if after:
                 wrong.append(
@@ -355,7 +402,8 @@ def wrong_end(evidence: Evidence, rules: Rules) -> list[str]:
         for request, following in pairwise(requests):
             again = following.start >= request.end
             if has_episodes:
-                again = following.start == request.end  # else an observation is between
+                # A request that starts later follows an observation of the environment.
+                again = following.start == request.end
             if request.noted_end in ("stop", "length") and again:
                 wrong.append(
                     f"trajectory {trajectory_id} was sent to an engine again after its end "
@@ -365,7 +413,7 @@ def wrong_end(evidence: Evidence, rules: Rules) -> list[str]:
 
 
 def _answers(one: Kept) -> list[tuple[int, ...]]:
-    """Each unbroken run of the policy's own tokens."""
+    """Return the policy's responses: each unbroken span of policy tokens."""
     if not one.own:
         return [one.tokens]
     together = groupby(zip(one.tokens, one.own, strict=True), key=lambda pair: pair[1])
@@ -373,7 +421,7 @@ def _answers(one: Kept) -> list[tuple[int, ...]]:
 
 
 def _after_stop(tokens: tuple[int, ...], rules: Rules) -> int:
-    """How many tokens follow the first stop token."""
+    """Return how many tokens follow the first stop token."""
     stop = rules.stop_token_id
     return len(tokens) - 1 - tokens.index(stop) if stop in tokens else 0
 
@@ -383,7 +431,7 @@ def _is_whole(tokens: tuple[int, ...], rules: Rules) -> bool:
 
 
 def lag_broken(evidence: Evidence, rules: Rules) -> list[str]:
-    """No token of a batch is older than the bound: n - min(a, n0), from the kept versions."""
+    """Check that no batch, as received or by its kept versions, has a lag above the bound."""
     bound = rules.max_async_level
     if bound is None:
         return []
@@ -403,7 +451,11 @@ def lag_broken(evidence: Evidence, rules: Rules) -> list[str]:
 
 
 def lag_of(evidence: Evidence, batch: Batch, version: PolicyVersion) -> int:
-    """Versions between a token's policy and the update that trains it (semantics.md, 1)."""
+    """Return the lag of a token of `version` in `batch` (docs/semantics.md section 1).
+
+    The lag is the step of the batch minus the number of the version. If the version is of another
+    lineage, its number counts only up to the step at which the two lineages part.
+    """
     number = version.number
     if version.lineage != batch.lineage:
         parted = part_step(evidence.attaches, version.lineage, batch.lineage)
@@ -412,12 +464,15 @@ def lag_of(evidence: Evidence, batch: Batch, version: PolicyVersion) -> int:
 
 
 def healthy_engines_given_up(evidence: Evidence, rules: Rules) -> list[str]:
-    """Whoever was given up had a fault. A manager's own end gives up nobody."""
+    """Check that a fault explains every engine that its manager replaced.
+
+    Engines that end together with their manager are not counted.
+    """
     places: dict[tuple[str, int], list[Launch]] = defaultdict(list)
     for launch in evidence.launches:
         places[launch.life, launch.index].append(launch)
     return [
-        f"engine {launch.engine_id} ({launch.url}) was given up, and nothing was wrong with it"
+        f"engine {launch.engine_id} ({launch.url}) was replaced without a fault that explains it"
         for launches in places.values()
         for launch in launches[:-1]
         if not excused(evidence.injected, launch.url)
@@ -425,23 +480,23 @@ def healthy_engines_given_up(evidence: Evidence, rules: Rules) -> list[str]:
 
 
 def unstored_actions(evidence: Evidence, rules: Rules) -> list[str]:
-    """Every answer that an environment saw is stored under its turn."""
+    """Check that every response which an environment received is stored under its turn."""
     anew = sum(KINDS[one.kind].anew for one in evidence.injected)
     return episodes.actions_not_stored(evidence.calls, evidence.episodes, anew)
 
 
 def ungiven_answers(evidence: Evidence, rules: Rules) -> list[str]:
-    """Every answer of an episode that has ended has reached its environment."""
+    """Check that every response of an episode that has ended reached its environment."""
     return episodes.answers_not_given(evidence.calls, evidence.episodes)
 
 
 def repeated_steps(evidence: Evidence, rules: Rules) -> list[str]:
-    """No answer reaches an environment more often than there were lives."""
+    """Check that no environment received a response more often than its process was started."""
     return episodes.repeated_too_often(evidence.calls, evidence.lives)
 
 
 def begun_again(evidence: Evidence, rules: Rules) -> list[str]:
-    """Most episodes that were open at a kill went on."""
+    """Check that most episodes that were open at a kill continued."""
     return episodes.begun_again(evidence.open_at, evidence.episodes)
 
 
@@ -468,5 +523,5 @@ CHECKS: dict[str, Check] = {
 
 
 def audit(evidence: Evidence, rules: Rules) -> dict[str, list[str]]:
-    """Every check by name, with what it found."""
+    """Return the messages of every check, by the name of the check."""
     return {name: check(evidence, rules) for name, check in CHECKS.items()}

@@ -1,4 +1,7 @@
-"""Disk and wall clock of processes under test: a library preloaded into them (`edges.c`)."""
+"""Controls the disk and the wall clock of processes under test.
+
+The processes preload the library `edges.c`, which reads its commands from a shared page.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ ROOT_VARIABLE = "FAULT_ROOT"
 
 
 class Edges:
-    """What disk and clock do now, in all processes that were started with `environment`."""
+    """State of the disk and the wall clock in all processes started with `environment`."""
 
     def __init__(self, page: Path) -> None:
         self._path = page
@@ -34,12 +37,17 @@ class Edges:
 
     @classmethod
     def of_this_process(cls) -> Edges | None:
-        """None where the library is not preloaded."""
+        """Return the state that controls this process; None if the library is not preloaded."""
         name = os.environ.get(PAGE_VARIABLE, "")
         return cls(Path(name)) if name and "edges.so" in os.environ.get("LD_PRELOAD", "") else None
 
     def environment(self, library: Path, root: Path) -> dict[str, str]:
-        """For a process to which files below `root` are on the disk."""
+        """Return the environment of a process that preloads the library.
+
+        Args:
+            library: The compiled library.
+            root: Directory whose files are on the controlled disk.
+        """
         return {
             **os.environ,
             "LD_PRELOAD": str(library),
@@ -48,17 +56,17 @@ class Edges:
         }
 
     def disk(self, kind: str = "") -> None:
-        """Fail as the fault of this name; "" works again."""
+        """Let the disk fail by the fault `kind`; "" lets the disk work again."""
         self._disk = _DISK[kind]
         self._write()
 
     def jump(self, seconds: float) -> None:
-        """The wall clock is set."""
+        """Set the wall clock ahead by `seconds`, or back if `seconds` is negative."""
         self._ahead_ns += round(seconds * 1e9)
         self._write()
 
     def heal(self) -> None:
-        """The disk works. The clock stays as it is."""
+        """Let the disk work again; the clock is not changed."""
         self.disk()
 
     def _write(self) -> None:
@@ -66,7 +74,12 @@ class Edges:
 
 
 def build_library(folder: Path) -> Path:
-    """Compile it. Raises CalledProcessError or FileNotFoundError without a C compiler."""
+    """Compile `edges.c` into `folder`; return the path of the library.
+
+    Raises:
+        FileNotFoundError: No C compiler is installed.
+        subprocess.CalledProcessError: The compiler fails.
+    """
     library = folder / "edges.so"
     source = Path(__file__).with_name("edges.c")
     command = ["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"]

@@ -1,9 +1,12 @@
-/* Preloaded into the processes of a run: a disk and a wall clock that fail when they are asked to.
+/* A library that is preloaded into the processes of a run. It replaces write, fsync and the clock
+ * functions, so that a test can make the disk and the wall clock fail. Environment variables:
  *
- * FAULT_PAGE=FILE   three numbers, mapped and read at every call (little-endian): what the disk does
- *                   (int32: 0 works, 1 slow, 2 full, 3 read-only, 4 hangs at fsync), milliseconds of
- *                   a slow write or fsync (int32), nanoseconds that the wall clock is ahead (int64).
- * FAULT_ROOT=DIR    files below it are on that disk, but for the ledger (DIR/.../ledger/...).
+ * FAULT_PAGE=FILE   The file holds three little-endian numbers. It is mapped into memory and read at
+ *                   every call: the state of the disk (int32: 0 works, 1 slow, 2 full, 3 read-only,
+ *                   4 hangs at fsync), the duration of a slow write or fsync in milliseconds (int32),
+ *                   and the nanoseconds by which the wall clock is ahead (int64).
+ * FAULT_ROOT=DIR    Files below this directory are on the failing disk. Files of the ledger
+ *                   (DIR/.../ledger/...) are not, because the ledger must survive every fault.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -41,7 +44,7 @@ static int on_the_disk(int fd) {
     return !strncmp(path, root, strlen(root)) && !strstr(path, "/ledger/");
 }
 
-/* 0, or the error that this call ends with. */
+/* Wait if the disk is slow or hangs; return 0, or the errno with which the call must fail. */
 static int fault_of(int fd, int sync) {
     int kept = errno;
     if (!page || page->disk == WORKS || !on_the_disk(fd)) return errno = kept, 0;

@@ -1,12 +1,13 @@
-"""Engines that fail on command, each a server with SGLang's endpoints, on a thread of their own.
+"""Provides simulated engines that fail on command, each a server with SGLang's endpoints.
 
-What such an engine generates depends on the version that it really holds (`weights_of`), whatever
-version it reports: tokens of wrong weights are known by their content.
+The tokens of such an engine depend on the policy version that it has loaded (`weights_of`), not on
+the version that it reports. Tokens of wrong weights can therefore be recognized by their content.
 
 Invariants
-- A fault is injected through the methods of `FaultyServer` alone; nothing but its own requests and
-  answers changes.
-- Engines answer also while the manager's event loop stands still.
+- Faults are injected only through the methods of `FaultyServer`, and change only how this server
+  treats its requests.
+- All engines run on a separate thread, so that they reply while the manager's event loop is
+  blocked.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _GARBAGE = (
 
 
 class FaultyEngine(SimulatedEngine):
-    """Its tokens are those of the version that it holds."""
+    """Simulated engine whose tokens follow from the policy version that it has loaded."""
 
     def __init__(self, engine_id: str, model: SimulatedEngineModel) -> None:
         super().__init__(engine_id, weights_of(model, NO_VERSION), NO_VERSION)
@@ -55,7 +56,7 @@ class FaultyEngine(SimulatedEngine):
         self.lies = 0
 
     def set_weights(self, version: PolicyVersion, weights: str = "") -> None:
-        """While it lies, only the label changes."""
+        """Load `version`; while the engine lies, change only the version that it reports."""
         held = self._model
         super().set_weights(version, weights)
         self._model = held if self.lies else weights_of(self._base, version)
@@ -66,7 +67,7 @@ class FaultyEngine(SimulatedEngine):
 
 
 class FaultyServer(SimulatedServer):
-    """A server that misbehaves for a time, or for some requests."""
+    """Server of a `FaultyEngine` that misbehaves for some time or for some requests."""
 
     def __init__(self, engine: FaultyEngine) -> None:
         super().__init__(engine, ["weight"], NO_VERSION, "")
@@ -78,40 +79,41 @@ class FaultyServer(SimulatedServer):
         self._spoilt: list[str] = []
 
     def hang(self) -> None:
-        """Nothing is answered, and no stream goes on."""
+        """Suspend all replies and streams until `heal` is called."""
         self._answers.clear()
 
     def late(self) -> None:
-        """Every answer, and every part of a stream, takes longer."""
+        """Delay every reply and every chunk of a stream."""
         self._late = True
 
     def broken(self) -> None:
-        """Every call is answered 5xx, streams end."""
+        """Reply to every call with a 5xx status and cut off every stream."""
         self._broken = True
 
     def heal(self) -> None:
-        """End of what lasts for a time."""
+        """End all faults that last for some time: `hang`, `late` and `broken`."""
         self._answers.set()
         self._late = self._broken = False
 
     def spoil(self, kind: str, count: int) -> None:
-        """The next `count` requests meet this fault."""
+        """Apply the fault `kind` to the next `count` generation requests."""
         self._spoilt += [kind] * count
 
     def lie(self, updates: int) -> None:
-        """So many updates change nothing but the version that it reports."""
+        """Let the next `updates` weight updates change only the version that the engine reports."""
         self._faulty.lies += updates
 
     def restart(self) -> None:
-        """The process comes back at its address with the weights of its model directory."""
+        """Restart the engine at the same address with the weights of its model directory."""
         self._faulty.crash("the engine restarts")
         self._faulty.restart(NO_VERSION)
         self._version, self._checksum, self._session_open = NO_VERSION, "initial", False
 
-    # ------------------------------------------------------------ how it misbehaves
+    # ------------------------------------------------------------ faults
 
     async def _delay(self) -> None:
-        await self._answers.wait()  # ends with heal(), or with the server
+        # The wait ends when heal() is called, at the latest when the server ends.
+        await self._answers.wait()
         if self._late:
             await asyncio.sleep(_LATE_SECONDS)
 
@@ -138,7 +140,7 @@ class FaultyServer(SimulatedServer):
 
 
 class _SpoiltResponse(web.StreamResponse):
-    """A stream whose parts wait, and whose second one may be something else."""
+    """Stream that delays its chunks like its server and may spoil its first chunk."""
 
     def __init__(self, server: FaultyServer, kind: str) -> None:
         super().__init__(headers={"Content-Type": "text/event-stream"})
@@ -161,7 +163,7 @@ class _SpoiltResponse(web.StreamResponse):
 
 
 class EngineThread:
-    """The event loop that all engines of a run live on; they end with it."""
+    """Thread with the event loop on which all engines of a run are served."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -169,11 +171,11 @@ class EngineThread:
         self._thread.start()
 
     def call(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
-        """Its result, on the caller's loop."""
+        """Run `work` on the engines' loop; return a future of its result on the caller's loop."""
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
     def do(self, work: Callable[..., None], *arguments: Any) -> None:
-        """A change at once, in order."""
+        """Call `work` on the engines' loop without waiting; calls keep their order."""
         self.loop.call_soon_threadsafe(work, *arguments)
 
     def close(self) -> None:
@@ -182,7 +184,7 @@ class EngineThread:
 
 
 class Served:
-    """One engine's server."""
+    """The running server of one engine; stands for the engine's process."""
 
     def __init__(self, server: FaultyServer, runner: web.AppRunner, url: str) -> None:
         self.server, self.runner, self.url = server, runner, url
@@ -190,9 +192,9 @@ class Served:
 
     @classmethod
     async def start(cls, engine_id: str, model: SimulatedEngineModel) -> Served:
-        """On the engines' loop."""
+        """Start a server on a free port. Call this on the engines' loop."""
         server = FaultyServer(FaultyEngine(engine_id, model))
-        # At the end nobody waits for requests that hang (0 would be no limit).
+        # A shutdown must not wait for hanging requests. A timeout of 0 would mean no limit.
         runner = web.AppRunner(server.application(), shutdown_timeout=_END_SECONDS)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -200,11 +202,11 @@ class Served:
         return cls(server, runner, f"http://{host}:{port}")
 
     async def end(self) -> None:
-        """Its process is gone, with all its connections."""
+        """End the server and abort its connections, as the death of its process would."""
         if not self.alive:
             return
         self.alive = False
-        self.server.heal()  # what hangs goes on, to a connection that is gone
+        self.server.heal()  # Hanging requests must continue before they can end.
         for connection in list(self.runner.server.connections if self.runner.server else ()):
             if connection.transport is not None:
                 connection.transport.abort()
@@ -213,7 +215,7 @@ class Served:
 
 
 class FaultyLauncher:
-    """`EngineLauncher` of engines that can be made to fail."""
+    """`EngineLauncher` that starts `FaultyServer`s."""
 
     def __init__(
         self,
@@ -223,7 +225,15 @@ class FaultyLauncher:
         *,
         control_seconds: float,
     ) -> None:
-        """`control_seconds`: the clients' limit of a call, in the run's shortened time."""
+        """Prepare to launch engines.
+
+        Args:
+            settings: The run's engine settings.
+            model: Model from which `weights_of` derives the tokens of each policy version.
+            thread: Thread that serves the engines.
+            control_seconds: Time limit of a client's call. It replaces the product's limit, because
+                all time limits of these runs are shorter.
+        """
         self._settings, self._model, self._thread = settings, model, thread
         self._control_seconds = control_seconds
         self._served: dict[int, Served] = {}
@@ -231,7 +241,7 @@ class FaultyLauncher:
         self._clients: dict[int, SGLangClient] = {}
 
     def serving(self) -> list[Served]:
-        """Engines whose process lives, in order."""
+        """Return the servers that are alive, in order of their engines' indices."""
         return [s for _, s in sorted(self._served.items()) if s.alive]
 
     async def launch(self, index: int) -> EngineClient:

@@ -1,12 +1,15 @@
-"""What is known after a crash test or a fault program, from independent witnesses.
+"""Reads the evidence that a run of the crash test or of the fault program leaves.
+
+The evidence consists of independent records:
 
 - the arrivals: every token that reached a rollout manager (`ledger.py`);
-- the trainer: every lineage it began and every batch it took (`ledger.py`);
-- the store with its export, and the checkpoint manifests;
-- of episodes, every call that an environment got (`noted_environment.py`);
+- the trainer's record: every lineage that it started and every batch that it received
+  (`ledger.py`);
+- the store with its export, and the manifests of the checkpoints;
+- for runs of episodes, every call that an environment received (`noted_environment.py`);
 - every engine that was started, and every fault that was injected (`ledger.py`).
 
-Reading only; `checks.py` compares them.
+This module only reads the records; `checks.py` compares them.
 """
 
 from __future__ import annotations
@@ -40,10 +43,16 @@ CONSUMED = "batched"
 
 @dataclass(frozen=True)
 class Request:
-    """One request: where it began (tokens of prompt and response) and what arrived for it.
+    """A generation request and the tokens that arrived for it.
 
-    `offset` is its place in the file of arrivals, which orders it in time; `noted_end` the end that
-    the engine reported (None: it never did); `input` the tokens before it.
+    Attributes:
+        trajectory_id: Trajectory that the request belongs to.
+        start: Position of the first requested token, counted from the start of the prompt.
+        offset: Offset in the file of arrivals, which orders requests by time.
+        ids: Tokens that arrived.
+        largest_chunk: Number of tokens of the largest chunk that arrived.
+        noted_end: End that the engine reported; None if the engine reported no end.
+        input: Tokens before `start`.
     """
 
     trajectory_id: int
@@ -61,7 +70,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Launch:
-    """An engine that a manager (`life`) has started at `url`, in the place `index`."""
+    """An engine that a manager started.
+
+    Attributes:
+        life: Random ID of the manager's process.
+        index: Index of the engine among the engines of the run.
+        engine_id: ID of the engine.
+        url: Address of the engine.
+    """
 
     life: str
     index: int
@@ -71,7 +87,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class Attach:
-    """A trainer began `lineage` at `step`, or went on with it there."""
+    """Start of `lineage` at `step` by a trainer, or its continuation there.
+
+    `parent` is the lineage of the checkpoint that the trainer started from; None without one.
+    """
 
     lineage: int
     step: int
@@ -80,7 +99,7 @@ class Attach:
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch as the trainer took it. `lag` is the largest that it was given."""
+    """A batch as the trainer received it; `lag` is the largest lag of its trained tokens."""
 
     lineage: int
     step: int
@@ -91,10 +110,20 @@ class Batch:
 
 @dataclass(frozen=True)
 class Kept:
-    """One trajectory as the store or its export holds it; `versions` is of each token.
+    """A trajectory as it is in the store or its export.
 
-    Of an episode `prompt` ends where the first answer begins: `opening` of its tokens are stored as
-    the environment's. `own`: which of `tokens` the policy made; empty: all.
+    Attributes:
+        trajectory_id: ID of the trajectory.
+        state: Name of the trajectory's state; `CONSUMED` if it is in a batch that counts.
+        prompt: Tokens before the first response of the policy.
+        tokens: All tokens after `prompt`.
+        versions: Policy version of each item of `tokens`.
+        reward: The reward, if any.
+        drop_reason: Reason for which the trajectory was dropped, if it was.
+        consumed: Lineage and step of the batch that consumed the trajectory.
+        opening: Number of tokens at the end of `prompt` that the store holds as tokens of the
+            environment; 0 unless the trajectory is an episode.
+        own: Whether the policy generated each item of `tokens`; empty if it generated all.
     """
 
     trajectory_id: int
@@ -109,18 +138,18 @@ class Kept:
     own: tuple[bool, ...] = ()
 
     def is_own(self, place: int) -> bool:
-        """Return whether the policy made the token at this place of `tokens`."""
+        """Return whether the policy generated the token at index `place` of `tokens`."""
         return not self.own or self.own[place]
 
     @property
     def own_versions(self) -> set[PolicyVersion]:
-        """Those of the policy's tokens."""
+        """Policy versions of the tokens that the policy generated."""
         return {v for place, v in enumerate(self.versions) if self.is_own(place)}
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a look at the store during the run showed of one trajectory."""
+    """A trajectory as the store had it at one moment during the run."""
 
     state: str
     tokens: int
@@ -129,7 +158,24 @@ class Seen:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything, at the end of a run."""
+    """All records of a run that has ended.
+
+    Attributes:
+        requests: Requests of each trajectory, in order of time.
+        attaches: Attaches of trainers, in order of time.
+        batches: Batches that trainers received, in order of time.
+        dropped_batches: Lineage and step of the batches that the trainer dropped as unusable.
+        kept: Copies of each trajectory in the store and its export.
+        trajectories: Number of trajectory IDs that the store has assigned.
+        newest_checkpoint: Lineage and step of the newest checkpoint.
+        looks: Contents of the store at moments during the run.
+        launches: Engines that managers started.
+        injected: Faults that were injected.
+        calls: Calls that environments received.
+        episodes: Stored episodes by name.
+        open_at: Names of the episodes that were open, for each kill.
+        lives: Number of times that the processes of the environments may have been started.
+    """
 
     requests: dict[int, list[Request]]
     attaches: list[Attach]
@@ -155,10 +201,14 @@ def gather(
     open_at: Sequence[frozenset[str]] = (),
     lives: int = 1,
 ) -> Evidence:
-    """The evidence of a run that has ended. `looks` were made while it went on.
+    """Collect the evidence of a run that has ended.
 
-    Of episodes: `decode` gives the text of an answer, `open_at` the names of those that were open
-    at each kill, and `lives` is how often their environments may have been made anew.
+    Args:
+        directory: The run's directory.
+        looks: Contents of the store at moments during the run.
+        decode: Returns the text of a response's tokens; None if the trajectories are not episodes.
+        open_at: Names of the episodes that were open, for each kill.
+        lives: Number of times that the processes of the environments may have been started.
     """
     attaches, batches, dropped = read_trained(ledger_file(directory.path, "trained"))
     faults = json_lines(ledger_file(directory.path, "faults"))
@@ -196,7 +246,7 @@ def gather(
 
 
 def look(directory: RunDirectory) -> dict[int, Seen]:
-    """The states of all trajectories in the store now; {} before there is one."""
+    """Return the current state of all trajectories in the store; {} before the store exists."""
     if not directory.store_file.exists():
         return {}
     with closing(StoreReader(directory.store_file)) as reader, reader.at_one_moment():
@@ -206,7 +256,7 @@ def look(directory: RunDirectory) -> dict[int, Seen]:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(offset, content) of each complete line."""
+    """Yield the offset and the content of each complete line."""
     offset = 0
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
         if line.endswith(b"\n"):
@@ -215,7 +265,14 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def read_arrivals(path: Path) -> dict[int, list[Request]]:
-    """Trajectory -> its requests in order. Names come again after a resume, never before."""
+    """Read the requests of each trajectory, in order of time.
+
+    Request names may repeat after a resume of the run. Arrivals therefore belong to the newest
+    request of their name.
+
+    Raises:
+        ValueError: Arrivals of a request are not in order, or tokens follow its end.
+    """
     found: dict[int, list[Request]] = defaultdict(list)
     newest: dict[str, int] = {}
     for offset, line in json_lines(path):
@@ -242,7 +299,12 @@ def read_arrivals(path: Path) -> dict[int, list[Request]]:
 
 
 def read_trained(path: Path) -> tuple[list[Attach], list[Batch], set[tuple[int, int]]]:
-    """Lineages begun, batches taken, batches given back as unusable."""
+    """Read the trainer's record.
+
+    Returns:
+        The attaches, the batches that the trainer received, and the lineage and step of the batches
+        that it dropped as unusable.
+    """
     attaches: list[Attach] = []
     batches: list[Batch] = []
     dropped: set[tuple[int, int]] = set()
@@ -261,7 +323,7 @@ def read_trained(path: Path) -> tuple[list[Attach], list[Batch], set[tuple[int, 
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens of one author."""
+    """Tokens that one policy version or the environment wrote."""
 
     token_ids: tuple[int, ...]
     version: PolicyVersion
@@ -270,7 +332,20 @@ class Piece:
 
 @dataclass(frozen=True)
 class Found:
-    """A trajectory as it was read. `turns`: the first piece and the messages of each."""
+    """A trajectory as it was read from the store or its export.
+
+    Attributes:
+        trajectory_id: ID of the trajectory.
+        state: Name of the trajectory's state.
+        prompt: Tokens of the prompt.
+        pieces: Tokens after the prompt.
+        turns: For each turn the index of its first piece and its messages; empty unless the
+            trajectory is an episode.
+        payload: Payload of the prompt.
+        reward: The reward, if any.
+        drop_reason: Reason for which the trajectory was dropped, if it was.
+        consumed: Lineage and step of the batch that consumed the trajectory.
+    """
 
     trajectory_id: int
     state: str
@@ -284,7 +359,7 @@ class Found:
 
     @property
     def kept(self) -> Kept:
-        """As most checks see it."""
+        """The trajectory in the form that most checks need."""
         own = [not piece.from_environment for piece in self.pieces]
         begins = next((i for i, mine in enumerate(own) if mine), len(own)) if self.turns else 0
         opening = tuple(token for piece in self.pieces[:begins] for token in piece.token_ids)
@@ -303,7 +378,7 @@ class Found:
         )
 
     def episode(self, decode: Callable[[Sequence[int]], str]) -> Episode:
-        """As its environment should know it."""
+        """Return the episode, with the responses that its environment should have received."""
         ends = [*(first for first, _ in self.turns[1:]), len(self.pieces)]
         answers = []
         for (first, _), end in zip(self.turns, ends, strict=True):
@@ -321,7 +396,7 @@ class Found:
 
 
 def read_export(path: Path) -> Iterator[Found]:
-    """What compaction has taken out of the store."""
+    """Read the trajectories that compaction has moved from the store to the export."""
     for _, line in json_lines(path):
         batch = line["batch"]
         yield Found(
@@ -347,7 +422,10 @@ def read_export(path: Path) -> Iterator[Found]:
 def _stored(
     store_file: Path, content: StoreContent, checkpoint: tuple[int, int] | None
 ) -> Iterator[Found]:
-    """As a resume from `checkpoint` would find it: what was batched later is not consumed."""
+    """Read the trajectories in the store as a resume from `checkpoint` would find them.
+
+    Trajectories of batches after the checkpoint do not count as consumed.
+    """
     consumption = None
     if checkpoint is not None and content.tree:
         consumption = Consumption.at_checkpoint(content.tree, PolicyVersion(*checkpoint))
@@ -380,7 +458,10 @@ def _stored(
 
 
 def open_names(directory: RunDirectory) -> frozenset[str]:
-    """Names of the episodes that are open in the store now: begun, and neither ended nor left."""
+    """Return the names of the stored episodes that are running, partial or waiting.
+
+    An episode has a name once it has started.
+    """
     if not directory.store_file.exists():
         return frozenset()
     names = set()

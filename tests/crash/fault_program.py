@@ -1,11 +1,14 @@
-"""`python -m tests.crash.fault_program --faults 500 --seed 1 [--episodes] [--only N]`
+"""Injects random sequences of faults into runs and checks the evidence that each run leaves.
 
-Random sequences of faults (`faults.py`) done to runs (`world.py`), each run audited by what it has
-left behind (`checks.py`). Prints a table; exit code 1 if a promise was broken, with the command
-that repeats the sequence. Needs a C compiler for a disk and a clock that fail.
+`python -m tests.crash.fault_program --faults 500 --seed 1 [--episodes] [--only N]`
 
-A run on a machine that stood still for too long is repeated at the end, as it is no
-evidence about its engines; it is counted as set aside if it was too slow again.
+Faults are defined in `faults.py`, runs in `world.py` and checks in `checks.py`. The command prints
+a table. If a promise was broken, it also prints the command that repeats the sequence, and the exit
+code is 1. A C compiler is required, for a disk and a clock that can fail.
+
+If this machine blocked the event loops of a run for too long, the run is not evidence about its
+engines. Such a run is repeated at the end. If the repetition is too slow as well, it is counted as
+set aside.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from tests.crash.world import Result, episode_settings, settings, suffer
 PRESETS = ("sync", "rapid", "copris", "pipeline", "async")
 ON_SCORER_FAILURE = ("zero", "drop")
 _FAULTS_OF_A_RUN = 13
-# A made-up trainer cannot be stopped in the middle of a transfer, for which that kind is.
+# "trainer pauses for long" tests a stop in the middle of a weight transfer. The made-up trainer of
+# runs in one process cannot be stopped there.
 _NOT_THERE = ("trainer pauses for long", *kinds_at("environment"))
 _IN_ONE_PROCESS = tuple(name for name in KINDS if name not in _NOT_THERE)
 _OF_EPISODES = (
@@ -43,7 +47,7 @@ _HEALTHY = "healthy engines given up"
 
 @dataclass(frozen=True)
 class Plan:
-    """One sequence of a program."""
+    """One sequence of faults and the preset of the run that suffers them."""
 
     number: int
     seed: str
@@ -59,14 +63,24 @@ class Plan:
         count: int,
         kinds: Collection[str] = _IN_ONE_PROCESS,
     ) -> Plan:
-        """The same for the same numbers, whatever came before."""
+        """Draw the sequence `number` of a program.
+
+        The result depends only on the arguments, not on sequences that were drawn before.
+
+        Args:
+            seed: Seed of the program.
+            number: Number of the sequence.
+            preset: Preset of the run; None alternates between `PRESETS`.
+            count: Number of faults.
+            kinds: Names of the kinds that are drawn.
+        """
         own, usual = f"{seed}.{number}", PRESETS[number % len(PRESETS)]
         return cls(number, own, preset or usual, sequence(own, count, kinds))
 
 
 @dataclass
 class Account:
-    """Results of one preset."""
+    """Results of all runs of one preset."""
 
     results: list[Result] = field(default_factory=list)
     set_aside: int = 0
@@ -76,14 +90,24 @@ class Account:
 
 
 def is_due_to_a_slow_machine(result: Result) -> bool:
-    """Whether all that is wrong is what a machine that stands still explains."""
+    """Return whether a slow machine explains every broken promise of `result`.
+
+    A slow machine explains only that healthy engines were replaced.
+    """
     return bool(result.slow and result.broken) and all(
         sentence.startswith(_HEALTHY) for sentence in result.broken
     )
 
 
 def in_one_process(plan: Plan, folder: Path, edges: Edges | None, *, has_episodes: bool) -> Result:
-    """A run whose engines are threads' and whose trainer is made up; `plays`: of episodes."""
+    """Carry out `plan` in this process, with simulated engines and a trainer without a model.
+
+    Args:
+        plan: The sequence of faults.
+        folder: The run's directory.
+        edges: Control of the disk and the clock; None if they cannot fail.
+        has_episodes: Whether the trajectories are episodes.
+    """
     if has_episodes:
         config = episode_settings(plan.preset, folder)
     else:
@@ -102,7 +126,7 @@ def in_one_process(plan: Plan, folder: Path, edges: Edges | None, *, has_episode
 
 
 def table(accounts: dict[str, Account]) -> str:
-    """Faults by kind and preset, then what was counted."""
+    """Format a table of the faults by kind and preset, and a table of the results by preset."""
     kinds = {preset: Counter[str]() for preset in accounts}
     for preset, account in accounts.items():
         for result in account.results:
@@ -150,7 +174,18 @@ def program(
     command: str,
     seconds: float,
 ) -> dict[str, Account]:
-    """Carry them out, one after the other, as many as begin within `seconds`."""
+    """Carry out plans one after the other, and repeat a run once if the machine was too slow.
+
+    Args:
+        plans: Plans in order.
+        root: Directory in which each run gets a folder.
+        carry_out: Carries out a plan in a folder.
+        command: Command that repeats the program; it is printed with each failure.
+        seconds: Time after which no further run is started.
+
+    Returns:
+        The results by preset.
+    """
     accounts = {preset: Account() for preset in dict.fromkeys(plan.preset for plan in plans)}
     began = time.monotonic()
     waiting = [(plan, 0) for plan in plans]
@@ -170,7 +205,7 @@ def program(
 
 
 def _with_edges(arguments: list[str], root: Path) -> None:
-    """This process anew, with the library preloaded and files below `root` on the disk."""
+    """Replace this process with one that preloads `edges.c`, for files below `root`."""
     root.mkdir(parents=True, exist_ok=True)
     library = build_library(root)
     environment = Edges(root / "page").environment(library, root)
@@ -182,7 +217,7 @@ def _with_edges(arguments: list[str], root: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code: 0 when every promise was kept."""
+    """Run the fault program; return exit code 0 if every promise was kept and 1 otherwise."""
     parser = argparse.ArgumentParser(prog="tests.crash.fault_program", description=__doc__)
     parser.add_argument("--faults", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
@@ -190,25 +225,30 @@ def main(arguments: list[str]) -> int:
         "--engine",
         choices=("simulated", "sglang"),
         default=None,
-        help="whole runs in processes of their own, with these engines; default: in one process",
+        help="start whole runs in processes with these engines; default: run in this process",
     )
     parser.add_argument(
-        "--cluster", choices=("local", "ray"), default="local", help="of whole runs"
+        "--cluster", choices=("local", "ray"), default="local", help="backend of whole runs"
     )
-    parser.add_argument("--episodes", action="store_true", help="of an environment, which fails")
+    parser.add_argument(
+        "--episodes", action="store_true", help="train on episodes of an environment that fails"
+    )
     parser.add_argument("--faults-of-a-run", type=int, default=_FAULTS_OF_A_RUN)
     parser.add_argument("--preset", choices=PRESETS, default=None)
-    parser.add_argument("--only", type=int, default=None, help="this sequence alone")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no run after these")
-    parser.add_argument("--out", type=Path, default=None, help="file for the table")
-    parser.add_argument("--keep", type=Path, default=None, help="directory for the runs")
+    parser.add_argument("--only", type=int, default=None, help="run only this sequence")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no run after this time")
+    parser.add_argument("--out", type=Path, default=None, help="file to write the table to")
+    parser.add_argument(
+        "--keep", type=Path, default=None, help="directory in which the runs are kept"
+    )
     parsed = parser.parse_args(arguments)
     edges = Edges.of_this_process()
     if edges is None and parsed.engine is None:
         root = parsed.keep or Path(tempfile.mkdtemp(prefix="faults-"))
         _with_edges(arguments, root.absolute())
     root = parsed.keep or Path(tempfile.mkdtemp(prefix="faults-"))
-    logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # the engines' own broken streams
+    # aiohttp would log every stream that an engine breaks on purpose.
+    logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
     command = f"python -m tests.crash.fault_program --faults {parsed.faults}"
     if parsed.engine:
         command += f" --engine {parsed.engine} --faults-of-a-run {parsed.faults_of_a_run}"

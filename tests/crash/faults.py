@@ -1,9 +1,11 @@
-"""What the fault program does to a run, and random sequences of it. Pure.
+"""Defines the faults of the fault program and draws random sequences of faults.
+
+All functions are pure.
 
 Invariants
-- The same seed gives the same sequence, whatever has become of the runs before it.
-- A kind defines whether an engine that has it is still healthy, and whether a run may end by
-  it (and is then resumed). What a checker excuses follows from that table and from nothing else.
+- The same seed gives the same sequence, independently of the results of earlier runs.
+- The table of kinds alone decides what a check excuses: whether an engine with a fault of this kind
+  still counts as healthy, and whether such a fault may end the run, which is then resumed.
 """
 
 from __future__ import annotations
@@ -18,12 +20,18 @@ Edge = Literal["engine", "trainer", "manager", "scorer", "disk", "clock", "run",
 
 @dataclass(frozen=True)
 class Kind:
-    """One way in which something fails.
+    """A kind of fault.
 
-    `seconds`, `count`: the ranges that a fault's own are drawn from. `sick`: an engine that has it
-    may be given up. `ends`: the run may end by it with a sentence. `requests`: it spoils that many
-    requests of a healthy engine, which may be given up once it has failed `TOLERATED` of them.
-    `anew`: it costs an episode, which begins again.
+    Attributes:
+        name: Name of the kind.
+        edge: Part of the run that fails.
+        seconds: Range from which the duration of a fault is drawn.
+        count: Range from which the number of repetitions of a fault is drawn.
+        sick: Whether the manager may replace an engine because of one such fault.
+        ends: Whether the run may end because of the fault, with an error message.
+        requests: Whether the fault spoils `count` requests of a healthy engine. The manager may
+            replace the engine once `TOLERATED` of its requests have failed.
+        anew: Whether the fault costs an episode, which restarts from scratch.
     """
 
     name: str
@@ -37,15 +45,14 @@ class Kind:
 
 
 TOLERATED = 3
-"""Requests of so many prompts in a row may fail on an engine before it is given up."""
+"""Number of prompts whose requests must fail in a row before the manager replaces an engine."""
 FOR_GOOD = 1e6
-"""Seconds of what does not end by itself."""
-
-# Seconds are those of runs whose limit for a silent engine is `SILENCE_SECONDS`.
+"""Seconds of a fault that does not end by itself."""
 SILENCE_SECONDS = 3.0
+"""Seconds without a sign of life after which an engine counts as hung; durations depend on it."""
 _SHORT = (0.1, 0.4 * SILENCE_SECONDS)
 _PAUSE = (0.3, 1.5 * SILENCE_SECONDS)
-_LONG = (3.0 * SILENCE_SECONDS, 4.0 * SILENCE_SECONDS)  # than an update may take
+_LONG = (3.0 * SILENCE_SECONDS, 4.0 * SILENCE_SECONDS)  # Longer than a weight update may take.
 _FOR_GOOD = (FOR_GOOD, FOR_GOOD)
 
 _ALL = (
@@ -91,7 +98,15 @@ KINDS: dict[str, Kind] = {kind.name: kind for kind in _ALL}
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: `after` seconds from the one before it, at the `target`-th of what it can hit."""
+    """A fault that is to be injected.
+
+    Attributes:
+        kind: Name of its kind.
+        after: Seconds between the fault before and this fault.
+        seconds: Duration in seconds.
+        count: Number of repetitions.
+        target: Selects the object that fails: the index modulo the number of objects.
+    """
 
     kind: str
     after: float = 0.0
@@ -106,14 +121,21 @@ class Fault:
 
 
 def kinds_at(*edges: Edge) -> tuple[str, ...]:
-    """Names of what can fail there."""
+    """Return the names of the kinds of faults at these parts of a run."""
     return tuple(kind.name for kind in _ALL if kind.edge in edges)
 
 
 def sequence(
     seed: int | str, count: int, kinds: Collection[str], gap: tuple[float, float] = (0.05, 0.5)
 ) -> tuple[Fault, ...]:
-    """`count` faults; every one of `kinds` comes before any comes again."""
+    """Draw `count` faults from `seed`; every one of `kinds` is used before a kind is repeated.
+
+    Args:
+        seed: Seed of the random choice.
+        count: Number of faults.
+        kinds: Names of the kinds to draw from.
+        gap: Range from which the seconds between two faults are drawn.
+    """
     order = random.Random(f"order {seed}")
     names: list[str] = []
     while len(names) < count:
@@ -135,7 +157,14 @@ def _drawn(rng: random.Random, kind: Kind, gap: tuple[float, float]) -> Fault:
 
 @dataclass(frozen=True)
 class Injected:
-    """A fault that a run had; `engine`: the address of the engine that it hit, or ""."""
+    """A fault that was injected.
+
+    Attributes:
+        kind: Name of its kind.
+        engine: Address of the engine that failed; "" if no engine failed.
+        count: Number of repetitions.
+        at: Seconds since the start of the run.
+    """
 
     kind: str
     engine: str = ""
@@ -144,12 +173,12 @@ class Injected:
 
 
 def excused(injected: Sequence[Injected], engine: str) -> bool:
-    """Whether what was done to the engine at this address explains that it was given up."""
+    """Return whether the faults of the engine at this address explain that it was replaced."""
     own = [one for one in injected if one.engine == engine]
     failed = sum(one.count for one in own if KINDS[one.kind].requests)
     return failed >= TOLERATED or any(KINDS[one.kind].sick for one in own)
 
 
 def may_end(injected: Sequence[Injected]) -> bool:
-    """Whether a run may have ended by what was done to it."""
+    """Return whether a run may have ended because of these faults."""
     return any(KINDS[one.kind].ends for one in injected)

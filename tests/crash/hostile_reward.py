@@ -1,8 +1,8 @@
-"""A reward that fails on command (`reward: .../hostile_reward.py:score`).
+"""Provides a reward function that fails on command (`reward: .../hostile_reward.py:score`).
 
-`HOSTILE_FILE` names a file: whoever scores next and finds it takes it away and behaves as it asks,
-once. A reward follows from the text alone (`reward_of`), so that one which belongs to another
-response shows.
+The environment variable `HOSTILE_FILE` names a file that contains a command. The first scorer that
+finds the file removes it and obeys the command once. The reward depends only on the response's text
+(`reward_of`), so that a check can recognize a reward that belongs to another response.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ IMPORT_PATH = f"{Path(__file__).resolve()}:score"
 
 
 def reward_of(text: str) -> float:
-    """In (0, 1]: 0 is what a failed score gets."""
+    """Return the reward of `text`, which is above 0 and at most 1; a failed score gets 0."""
     return (1 + zlib.crc32(text.encode()) % 8) / 8
 
 
 def take() -> str:
-    """The command that there is, for whoever takes it; "" without one."""
+    """Remove the command file and return its command; return "" if there is no file."""
     command = Path(os.environ.get(COMMAND_VARIABLE, os.devnull + ".none"))
     taken = command.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
     try:
@@ -37,7 +37,7 @@ def take() -> str:
 
 
 def score(sample: Any) -> float:
-    """The reward of a response, unless there is a command."""
+    """Return the reward of a response; first obey the command, if there is one."""
     kind = take()
     if kind:
         _misbehave(kind)
@@ -56,8 +56,9 @@ def _misbehave(kind: str) -> None:
     elif kind == "scorer eats memory":
         kept = []
         while True:
-            kept.append(bytearray(256 << 20))  # never touched: address space, not memory
+            # The pages are never touched, so they use address space and no physical memory.
+            kept.append(bytearray(256 << 20))
     elif kind == "scorer dies":
         os._exit(3)
     else:
-        raise ValueError(f"no scorer can misbehave like this: {kind!r}")
+        raise ValueError(f"the command is {kind!r}; a scorer has no fault of this name")

@@ -1,7 +1,7 @@
-"""Changes classes in the processes of a run, without a hook in the product.
+"""Changes modules in the processes of a run without hooks in the product.
 
-A run is started with a directory on PYTHONPATH whose `sitecustomize.py` calls `change_on_import`
-in every Python process, before any other module is imported.
+A run is started with a directory on PYTHONPATH. The `sitecustomize.py` in this directory calls
+`change_on_import` in every Python process, before any module of the product is imported.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def injected(folder: Path, changes: Mapping[str, str]) -> dict[str, str]:
     """Write `sitecustomize.py` into `folder`; return the variables that make a process read it.
 
     Args:
-        folder: Is created; nothing else is in it.
-        changes: Functions (`module:function`) by the name of the module that each of them changes.
-            A function gets that module as soon as it has been imported.
+        folder: Directory that only this file is written to; it is created.
+        changes: Maps the name of a module to the function (`module:function`) that changes it. The
+            function receives the module as soon as the module has been imported.
     """
     folder.mkdir(exist_ok=True)
     call = f"from {__name__} import {change_on_import.__name__}\n\n"
@@ -34,7 +34,7 @@ def injected(folder: Path, changes: Mapping[str, str]) -> dict[str, str]:
 
 
 def change_on_import(changes: Mapping[str, str]) -> None:
-    """Call each function after the import of its module."""
+    """Let the import of each module that is a key of `changes` call the module's function."""
     sys.meta_path.insert(0, _Finder(dict(changes)))
 
 

@@ -1,30 +1,31 @@
-"""The ledger: what reached the rollout manager and the trainer, written beside the store.
+"""Writes the ledger: a record, independent of the store, of what reached the manager and trainer.
 
-A crash test needs to know what there was to lose without asking what may have lost it. `LEDGER`
-puts `NotingLauncher` and `NotingLink` into a run's processes (`injection.py`). Each note is one
-JSON line in one `write` to a file opened for appending, made before what it is about goes any
-further. So notes survive the death of the process, and nothing is in the store that is not in them.
+A crash test must know which tokens existed without asking the store, which may have lost them.
+`LEDGER` puts `NotingLauncher` and `NotingLink` into a run's processes (`injection.py`). Each note
+is one JSON line, which one `write` call appends to a file before the noted object is passed on.
+Notes therefore survive the death of the process, and everything in the store is also in the notes.
 
-arrivals.jsonl, every chunk of tokens that an engine delivered for a trajectory (`at` counts from
-the start of the prompt; a line without `ids` is the start of a request, with its `input`):
+arrivals.jsonl: every chunk of tokens that an engine delivered for a trajectory. `at` counts from
+the start of the prompt. A line without `ids` is the start of a request, with its `input`:
 
     {"request": "t17-3;", "at": 9, "input": [3, 12, ...]}
     {"request": "t17-3;", "at": 9, "ids": [5, 6], "version": "0.2", "end": null}
 
-trained.jsonl, every attach, batch and drop as the trainer saw it:
+trained.jsonl: every attach, batch and drop as the trainer saw it:
 
     {"attach": 3, "step": 12, "parent": 2}
     {"batch": 12, "lineage": 3, "ids": [96, 97, ...], "responses": [[5, 6], ...], "lag": 1}
     {"dropped": 12, "lineage": 3}
 
-calls.jsonl, every call that an environment got, by itself (`noted_environment.py`).
+calls.jsonl: every call that an environment received; the environment itself writes it
+(`noted_environment.py`).
 
-engines.jsonl, every engine that a manager has started (`life`: which manager; a second one of the
-same `index` in a life takes the place of an engine that was given up):
+engines.jsonl: every engine that a manager started. `life` identifies the manager's process. A
+second engine with the same `index` and `life` replaces an engine that was taken out of service:
 
     {"life": "5f0c...", "index": 0, "launched": "engine0.1", "url": "http://127.0.0.1:40123"}
 
-faults.jsonl, every fault that a fault program injects (`fault_program.py`):
+faults.jsonl: every fault that a test injects (`fault_program.py`, `run.py`):
 
     {"kind": "engine hangs", "engine": "http://127.0.0.1:40123", "count": 1, "at": 7.31}
 """
@@ -47,18 +48,18 @@ from megatron_async.engines.interface import (
     TokenChunk,
 )
 
-if TYPE_CHECKING:  # a module is changed while it is imported: it cannot be imported from here
+if TYPE_CHECKING:  # These modules import this module while they are imported themselves.
     from megatron_async.rollout.fleet import EngineLauncher
     from megatron_async.rollout.messages import ResumePoint
     from megatron_async.train_loop.manager_client import RolloutLink
     from megatron_async.trajectory.batch import TokenBatch
 
-# Requests of trajectories; those of an evaluation have other names and are not noted.
+# Matches requests of trajectories. Requests of an evaluation have other names and are not noted.
 _TRAJECTORY = re.compile(r"t\d+-\d+;")
 
 
 def ledger_file(run: Path, name: str) -> Path:
-    """File `name`.jsonl of the ledger of a run."""
+    """Return the path of the file `name`.jsonl in the ledger of a run."""
     return run / "ledger" / f"{name}.jsonl"
 
 
@@ -66,12 +67,13 @@ LEDGER: Final = {
     "megatron_async.engines.host": f"{__name__}:note_engines",
     "megatron_async.train_loop.manager_client": f"{__name__}:note_batches",
 }
-"""Changes for `injection.injected`. The processes also need `RUN_VARIABLE`: the run's directory."""
+"""Changes for `injection.injected`; the processes also need the variable `RUN_VARIABLE`."""
 RUN_VARIABLE: Final = "CRASH_TEST_RUN"
+"""Name of the environment variable that contains the path of the run's directory."""
 
 
 def note_engines(module: ModuleType) -> None:
-    """Let the rollout manager note the starts of its engines, and what they deliver."""
+    """Let the rollout manager note the starts of its engines and the tokens that they deliver."""
     hosted_engines = module.HostedEngines
 
     def noting_engines(*arguments: Any) -> NotingLauncher:
@@ -91,7 +93,7 @@ def note_batches(module: ModuleType) -> None:
 
 
 class Account:
-    """One file of records."""
+    """File to which notes are appended as JSON lines."""
 
     def __init__(self, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +104,7 @@ class Account:
 
 
 class NotingLauncher:
-    """Another launcher, with a note of every start; its clients note what they deliver."""
+    """Wrapper of a launcher that notes every start; its clients note the tokens they deliver."""
 
     def __init__(self, launcher: EngineLauncher, run: Path) -> None:
         self._launcher = launcher
@@ -120,7 +122,7 @@ class NotingLauncher:
 
 
 class NotingClient(ForwardingClient):
-    """Another client, with a note of every chunk of a trajectory's request."""
+    """Wrapper of a client that notes every chunk of a trajectory's request."""
 
     def __init__(self, client: EngineClient, account: Account) -> None:
         super().__init__(client)
@@ -145,7 +147,7 @@ class NotingClient(ForwardingClient):
 
 
 class NotingLink:
-    """Another link, with a note of every attach, batch and drop."""
+    """Wrapper of a trainer's link to the manager that notes every attach, batch and drop."""
 
     def __init__(self, link: RolloutLink, run: Path) -> None:
         self._link = link

@@ -1,8 +1,9 @@
-"""An agent that writes down every answer that it gets before it does anything else.
+"""Provides an agent that writes every response it receives to disk before it continues.
 
-Its file is the witness of what a program has seen, in the form of `noted_environment.py`. After a
-kill it runs again, so that an answer which it has had comes again. An episode's name is its seed
-and its number, by the ids of its answers; what is played before a start has the number "trial".
+Its file has the format of `noted_environment.py` and is the record of what the agent's program
+received. After a kill the program runs again, so that it receives earlier responses again. The name
+of an episode consists of its seed and its number, which is part of the IDs of its responses. The
+trial episode before a run has the number "trial".
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ _CALLS = (3, 8)
 
 
 async def play(base_url: str, api_key: str, seed: int, ledger: str, **row: Any) -> float:
-    """One conversation, of a number of calls that follows from the seed."""
+    """Play one conversation and return its reward; the seed determines the number of calls.
+
+    Args:
+        base_url: Address of the gateway to the policy.
+        api_key: Key of the episode.
+        seed: Seed of the episode.
+        ledger: File to which the responses are written.
+        row: Further columns of the task's row, which are ignored.
+    """
     messages: list[Any] = [{"role": "user", "content": f"seed {seed}"}]
     reward = 0.0
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:

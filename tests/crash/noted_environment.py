@@ -1,8 +1,9 @@
-"""An environment that writes down every call that it gets before it does anything else.
+"""Provides an environment that writes every call it receives to disk before it continues.
 
-Its file is the witness of what an environment has seen: one JSON line in one `write`, on disk
-before the call goes on. An episode has a name of its own, which is drawn when it begins, shown to
-the policy in its first message, and kept by its snapshots:
+Its file is the record of what the environment received. Each call is one JSON line, which one
+`write` call appends and which is on disk before the environment handles the call. Each episode
+draws a name at its reset. The name is in the first message to the policy and in the episode's
+snapshots:
 
     {"what": "step", "name": "5f0c...", "seed": 17, "turn": 2, "text": "abc"}
 """
@@ -26,7 +27,7 @@ OPENING = "episode "
 
 
 def note(ledger: str, **line: Any) -> None:
-    """Append a line, and wait until it is on disk."""
+    """Append `line` as JSON to the file `ledger`, and wait until it is on disk."""
     Path(ledger).parent.mkdir(parents=True, exist_ok=True)
     file = os.open(ledger, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
@@ -37,7 +38,7 @@ def note(ledger: str, **line: Any) -> None:
 
 
 class Noted:
-    """Plays a number of turns that follows from the seed."""
+    """Environment whose number of turns follows from the seed, and which notes its calls."""
 
     def __init__(self, ledger: str) -> None:
         self._ledger = ledger
@@ -76,7 +77,11 @@ async def _block() -> Step:
 
 
 def _misbehaved(kind: str) -> Any:
-    """Do what is asked; what the environment returns then, None: what it would."""
+    """Obey the command `kind`.
+
+    Returns:
+        The result that `step` must return, or None if `step` must return its usual result.
+    """
     match kind:
         case "environment raises":
             raise ValueError("no such move")

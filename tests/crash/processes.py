@@ -1,12 +1,13 @@
-"""Faults of a whole run: `megatron-async train` in processes of its own.
+"""Injects faults into a whole run: `megatron-async train` in separate processes.
 
-What faults in one process (`world.py`) cannot show: SIGSTOP of a trainer or of the manager alone, a
-disk and a clock that fail under all of them, a second `train` on the same directory.
+These runs test faults that a run in one process (`world.py`) cannot have: a SIGSTOP of only the
+trainer or only the manager, a disk and a clock that fail for all processes, and a second `train` on
+the same directory.
 
 Invariants
-- A run that has ended by a fault that may end it is resumed, as a person would; one that has ended
-  by anything else has broken a promise.
-- After every fault the run must make a further step.
+- If a fault that may end the run ended it, the run is resumed, as a user would do. A run that ends
+  for another reason has broken a promise.
+- After every fault the run must make another optimizer step.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ PROCESS_KINDS = (
     "clock jumps back",
     "second run",
 )
-# Of these runs, against those in one process: an engine that is silent for 9 s is hung.
 LONGER = 3.0
-# What an update may take: less than a trainer pauses "for long".
+"""Factor of all durations compared with runs in one process; an engine is hung after 9 s here."""
+# Time limit of a weight update. It is shorter than the fault "trainer pauses for long".
 _UPDATE_SECONDS = 20.0
 _HEAL_SECONDS = 3.0
 _MAX_JUMP_SECONDS = 3600.0
@@ -59,7 +60,7 @@ _USER_ERROR = 2
 
 
 class Program:
-    """One run and its faults."""
+    """Carries out faults on one run."""
 
     def __init__(
         self, preset: str, engine: str, root: Path, name: str, seed: str, cluster: str
@@ -83,7 +84,7 @@ class Program:
         self._may_end = False
 
     def suffer(self, faults: Sequence[Fault]) -> None:
-        """Start, do the faults, resume to the end. What went wrong is in `broken`."""
+        """Start the run, inject `faults`, and let the run end; add problems to `broken`."""
         run = self.run
         try:
             run.start()
@@ -94,13 +95,17 @@ class Program:
             run.last_life(steps=2)
             run.wait_for_end()
         except RunFailed as failure:
-            self.broken.append(f"a run did not go on: {failure}")
+            self.broken.append(f"a run did not continue: {failure}")
         finally:
             self._edges.heal()
             run.close()
 
     def _go_on(self, fault: Fault) -> None:
-        """A further step, after a resume where the fault has ended the run."""
+        """End `fault` and wait for another step; resume the run first if the fault ended it.
+
+        Raises:
+            RunFailed: The run makes no further step.
+        """
         run, deadline = self.run, time.monotonic() + _HEAL_SECONDS
         while KINDS[fault.kind].ends and run.ended() is None and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -171,7 +176,20 @@ def suffer_in_processes(
     faults: Sequence[Fault],
     cluster: str,
 ) -> Result:
-    """A run in processes of its own that has these faults, and its audit."""
+    """Start a run in separate processes, inject faults and check its evidence.
+
+    Args:
+        preset: Preset of the run's schedule.
+        engine: Kind of the engines.
+        root: Directory that contains the run's directory.
+        name: Name of the run.
+        seed: Seed of the choice among processes.
+        faults: Faults in order.
+        cluster: Process backend of the run.
+
+    Returns:
+        The counts of the run and its broken promises.
+    """
     program, began = Program(preset, engine, root, name, seed, cluster), time.monotonic()
     program.suffer(faults)
     result = Result(preset, seed, broken=program.broken, resumes=program.resumes)

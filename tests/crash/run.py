@@ -1,10 +1,10 @@
-"""One run under fire: `megatron-async train` in processes of its own, and the kills.
+"""Starts, kills and resumes one run: `megatron-async train` in separate processes.
 
 Invariants
-- Nothing but SIGKILL, SIGSTOP and SIGCONT is sent, and only to the run's own processes.
-- After a kill of a part, the run itself must go on (a further optimizer step within the limit);
-  after a kill of the whole tree it is resumed, as a person would.
-- Every wait has a limit; a run that ends by itself is a failure with the end of its log.
+- The only signals are SIGKILL, SIGSTOP and SIGCONT, and only processes of the run receive them.
+- After a kill of one process, the run must make another optimizer step by itself within the time
+  limit. After a kill of the whole process tree, the run is resumed, as a user would do.
+- Every wait has a limit. A run that ends by itself raises RunFailed with the end of its log.
 """
 
 from __future__ import annotations
@@ -58,14 +58,19 @@ _END_SECONDS = 30.0
 
 
 class RunFailed(Exception):
-    """The run did not go on, or ended by itself; with the end of its log."""
+    """The run did not continue or ended by itself; the message contains the end of its log."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """What was killed, when, and how soon there was a further step (None: nobody waited for it).
+    """A kill of a process or of the whole process tree.
 
-    `arrivals` is the size of that file then.
+    Attributes:
+        target: Kind of the killed process.
+        step: Number of optimizer steps before the kill.
+        arrivals: Size of the file of arrivals after the kill.
+        recovered_seconds: Seconds from the kill to the next optimizer step; None if the test did
+            not wait for it.
     """
 
     target: Target
@@ -75,7 +80,10 @@ class Kill:
 
 
 def prepare(root: Path) -> None:
-    """What all runs share: a model so small that a start is all imports, and problems."""
+    """Write the files that all runs share into `root`: a tiny model and the problems.
+
+    The model is so small that the start of a run consists of little but imports.
+    """
     root.mkdir(parents=True, exist_ok=True)
     if not (root / "model").exists():
         build_tiny_model(root / "model", seed=1, shape=SHAPE)
@@ -86,7 +94,10 @@ def prepare(root: Path) -> None:
 
 
 def lag_bound(preset: str) -> dict[str, int]:
-    """A bound to check for presets that have no strict one; `sync` and `rapid` keep theirs, 0."""
+    """Return the setting of a lag bound for presets that have no strict bound.
+
+    The presets `sync` and `rapid` keep their bound of 0.
+    """
     bounds = {"copris": 4, "pipeline": 4, "async": 2}
     return {"max_async_level": bounds[preset]} if preset in bounds else {}
 
@@ -94,7 +105,17 @@ def lag_bound(preset: str) -> dict[str, int]:
 def configuration(
     preset: str, engine: str, root: Path, name: str, changes: dict[str, Any]
 ) -> dict[str, Any]:
-    """Settings of a crash-test run; small chunks and steps, so that much is in the air."""
+    """Return the settings of a crash-test run.
+
+    Steps and engine chunks are small, so that a kill at any moment hits unfinished work.
+
+    Args:
+        preset: Preset of the schedule.
+        engine: Kind of the engines.
+        root: Directory that contains the run's directory.
+        name: Name of the run.
+        changes: Settings that replace the defaults, by section.
+    """
     simulated = engine == "simulated"
     config: dict[str, Any] = {
         "name": name,
@@ -136,12 +157,18 @@ def configuration(
         own = isinstance(values, dict)
         config[section] = {**config.get(section, {}), **values} if own else values
     if simulated and config.keys() & {"environment", "agent"}:
-        config["engines"]["simulated"]["mean_length"] = 16  # of an answer
+        # An episode has several responses, so each response is shorter.
+        config["engines"]["simulated"]["mean_length"] = 16
     return config
 
 
 def of_episodes(root: Path, name: str) -> dict[str, Any]:
-    """Changes of a configuration by which its trajectories are episodes that are written down."""
+    """Return settings for episodes of `noted_environment.py`, which records its calls.
+
+    Args:
+        root: Directory that contains the run's directory.
+        name: Name of the run.
+    """
     environment = Path(__file__).with_name("noted_environment.py").resolve()
     return {
         "task": {"kind": "seeds", "name": "", "path": ""},
@@ -155,7 +182,12 @@ def of_episodes(root: Path, name: str) -> dict[str, Any]:
 
 
 def of_agents(root: Path, name: str) -> dict[str, Any]:
-    """Changes by which its episodes are those of a program that writes down its answers."""
+    """Return settings for episodes of `noted_agent.py`, which records the responses it receives.
+
+    Args:
+        root: Directory that contains the run's directory.
+        name: Name of the run.
+    """
     changes = of_episodes(root, name)
     played = changes.pop("environment")
     played["name"] = f"{Path(__file__).with_name('noted_agent.py').resolve()}:play"
@@ -163,7 +195,7 @@ def of_agents(root: Path, name: str) -> dict[str, Any]:
 
 
 def rules_of(config: dict[str, object]) -> Rules:
-    """What the run promises, from its settings."""
+    """Return the settings of a run that the checks need."""
     settings = RunConfig.model_validate(config)
     simulated = None
     if settings.engines.kind == "simulated":
@@ -179,7 +211,17 @@ def rules_of(config: dict[str, object]) -> Rules:
 
 @dataclass
 class RunUnderFire:
-    """Starts, kills, waits and resumes one run."""
+    """Starts, kills, waits for and resumes one run.
+
+    Attributes:
+        config: Settings of the run.
+        rng: Chooses among the processes of a kind.
+        limit_seconds: Limit of every wait in seconds.
+        kills: Kills so far.
+        looks: Contents of the store at moments during the run.
+        open_at: Names of the episodes that were open, for each kill.
+        environment: Additional environment variables of the processes.
+    """
 
     config: dict[str, Any]
     rng: random.Random
@@ -198,25 +240,33 @@ class RunUnderFire:
     def log(self) -> Path:
         return Path(self.config["root"]) / f"{self.config['name']}.log"
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ start and end
 
     def start(self) -> None:
-        """A new run. Raises RunFailed if it makes no step."""
+        """Start a new run and wait for its first step.
+
+        Raises:
+            RunFailed: The run makes no step.
+        """
         settings = Path(self.config["root"]) / f"{self.config['name']}.yaml"
         settings.write_text(yaml.safe_dump(self.config))
         self._launch("--config", str(settings))
         self.wait_for_step(1)
 
     def resume(self, *overrides: str) -> None:
-        """Go on with what is in the run directory."""
+        """Resume the run from its directory, with `overrides` of settings."""
         self._launch("--resume", str(self.directory.path), *overrides)
 
     def last_life(self, steps: int, *overrides: str) -> None:
-        """Kill all of it and resume for the last `steps` steps. Raises RunFailed."""
+        """Kill the whole process tree and resume the run for its last `steps` steps.
+
+        Raises:
+            RunFailed: The run does not continue.
+        """
         self.kill("tree", *overrides, more_steps=steps)
 
     def evidence(self) -> Evidence:
-        """What is known of it once it has ended."""
+        """Collect the evidence of the run, which must have ended."""
         decode = answer_decoder(self.config["model"]["path"]) if self.has_episodes else None
         remade = sum(kill.target in ("worker", "manager", "tree", "trainer") for kill in self.kills)
         return gather(
@@ -225,11 +275,15 @@ class RunUnderFire:
 
     @property
     def has_episodes(self) -> bool:
-        """Return whether its trajectories are episodes."""
+        """Whether the trajectories of the run are episodes."""
         return bool(self.config.keys() & {"environment", "agent"})
 
     def wait_for_end(self) -> None:
-        """Raises RunFailed unless the run completes."""
+        """Wait until the run has completed.
+
+        Raises:
+            RunFailed: The run fails or does not end within the limit.
+        """
         process = self._process
         assert process is not None
         self._wait(lambda: process.poll() is not None, "end")
@@ -237,12 +291,12 @@ class RunUnderFire:
             raise RunFailed(f"it ended with exit code {process.returncode}: {self._tail()}")
 
     def close(self) -> None:
-        """Leave no process."""
+        """Kill all processes of the run that are still alive."""
         if self._process is not None and self._process.poll() is None:
             self._kill_tree()
 
     def _changes(self) -> dict[str, str]:
-        """Variables of the processes by which they note what happens."""
+        """Return the environment variables that let the processes write the ledger."""
         variables = injected(Path(self.config["root"]) / "site", LEDGER)
         return {**variables, RUN_VARIABLE: str(self.directory.path)}
 
@@ -262,25 +316,28 @@ class RunUnderFire:
                 start_new_session=True,
             )
 
-    # ------------------------------------------------------------ what it does
+    # ------------------------------------------------------------ progress
 
     def step(self) -> int:
-        """Optimizer steps of the surviving lineage so far."""
+        """Return the number of optimizer steps of the surviving lineage so far."""
         lines = read_metrics(self.directory.metrics_file)
         return int(lines[-1]["step"]) + 1 if lines else 0
 
     def written(self) -> int:
-        """Steps that all lineages have written."""
+        """Return the number of steps that all lineages have written to the metrics file."""
         file = self.directory.metrics_file
         lines = json_lines(file.read_bytes()) if file.exists() else ()
         return sum(line.get("kind") == "train" for line in lines)
 
     def wait_for_step(self, step: int) -> None:
-        """Until so many steps are done."""
+        """Wait until the surviving lineage has made `step` steps."""
         self._wait(lambda: self.step() >= step, f"step {step}")
 
     def wait_for_progress(self) -> None:
-        """Until a further step has been made. Not by the run's clock, which may jump back."""
+        """Wait until another step has been made.
+
+        Steps are counted. Their times are not used, because the run's clock may jump back.
+        """
         before = self.written()
         self._wait(lambda: self.written() > before, "a further step")
 
@@ -288,7 +345,7 @@ class RunUnderFire:
         assert self._process is not None
         waited, looked = 0.0, time.monotonic()
         while not condition():
-            # A time for which all of this was stopped from outside does not count.
+            # If this process was stopped from outside, most of that time must not count.
             waited += min(time.monotonic() - looked, _LONGEST_POLL_SECONDS)
             looked = time.monotonic()
             if self._process.poll() is not None:
@@ -309,13 +366,20 @@ class RunUnderFire:
     def kill(
         self, target: Target, *overrides: str, patient: bool = True, more_steps: int | None = None
     ) -> None:
-        """SIGKILL, then wait for (or resume to) a further step; not if not `patient`.
+        """Kill a process of the kind `target`, or the whole process tree, which is then resumed.
 
-        `overrides` are settings to resume a tree with, `more_steps` how long for. Raises RunFailed
-        when the run does not go on.
+        Args:
+            target: Kind of the process.
+            overrides: Settings with which the run is resumed after a kill of the tree.
+            patient: Whether to wait for another step.
+            more_steps: Number of steps after which the resumed run ends; None for no change.
+
+        Raises:
+            RunFailed: The run does not continue.
         """
         self.looks.append(look(self.directory))
-        # Agents begin again and get their answers again; `more than a chunk lost` covers them.
+        # An agent's program starts again and receives its responses again, so an open episode of an
+        # agent cannot be counted. The check "more than a chunk lost" covers agents.
         if "environment" in self.config and target in ("worker", "manager", "tree"):
             self.open_at.append(open_names(self.directory))
         step = self.step()
@@ -323,7 +387,8 @@ class RunUnderFire:
         if target == "tree":
             self._kill_tree()
             self.looks.append(look(self.directory))
-            if more_steps is not None:  # counted now: the run went on until it was killed
+            # The steps are counted after the kill, because the run continued until then.
+            if more_steps is not None:
                 overrides = (*overrides, f"steps={self.step() + more_steps}")
             self.resume(*overrides)
         else:
@@ -335,7 +400,11 @@ class RunUnderFire:
         self.kills.append(Kill(target, step, size, time.time() - began if patient else None))
 
     def hang(self, target: Target) -> psutil.Process:
-        """SIGSTOP to a process and all that it started; returns it. Nobody waits."""
+        """Send SIGSTOP to a process of the kind `target` and to its children; return the process.
+
+        Raises:
+            RunFailed: No such process appears within the limit.
+        """
         self.looks.append(look(self.directory))
         self._wait(lambda: bool(self._that_can_hang(target)), f"{target} process to stop")
         chosen = self.rng.choice(self._that_can_hang(target))
@@ -346,7 +415,11 @@ class RunUnderFire:
         return chosen
 
     def pause(self, target: Target, seconds: float, kind: str) -> None:
-        """SIGSTOP to one of them for a time; the fault is called `kind`."""
+        """Stop a process of the kind `target` for `seconds`; note the fault as `kind`.
+
+        Raises:
+            RunFailed: No such process appears within the limit.
+        """
         self._wait(lambda: bool(self.processes(target)), f"{target} process to pause")
         chosen = self.rng.choice(self.processes(target))
         self.note(kind, chosen if target == "engine" else None)
@@ -358,20 +431,28 @@ class RunUnderFire:
                 chosen.send_signal(signal.SIGCONT)
 
     def ended(self) -> str | None:
-        """How the log of a run that has ended by itself ends; None while it goes on."""
+        """Return the end of the log if the run has ended by itself, or None while it continues."""
         assert self._process is not None
         return None if self._process.poll() is None else self._tail()
 
     def wait_until_killed(self, *hung: psutil.Process) -> None:
-        """The run itself ends what hangs. Raises RunFailed when it does not."""
+        """Wait until the run itself has killed the stopped processes.
+
+        Raises:
+            RunFailed: The run does not kill them within the limit.
+        """
         self._wait(lambda: not any(map(_lives, hung)), "end of what was hung")
 
     def _that_can_hang(self, target: Target) -> list[psutil.Process]:
-        """Of a scorer, the process that runs its code; not Ray's worker, which has the limit."""
+        """Return the processes of the kind `target` that the run must kill if they hang.
+
+        Ray's worker of a scorer is excluded, because it enforces the time limit of the process that
+        runs the scorer's code.
+        """
         return [p for p in self.processes(target) if not p.cmdline()[0].startswith("ray::")]
 
     def processes(self, target: Target) -> list[psutil.Process]:
-        """Processes of this run that are one of `target` each."""
+        """Return the processes of this run that are of the kind `target`."""
         found = []
         for process in self._family():
             try:
@@ -385,14 +466,17 @@ class RunUnderFire:
 
     @staticmethod
     def _of_manager(process: psutil.Process) -> bool:
-        """Return whether a manager started it; others play before a start."""
+        """Return whether a manager started the process.
+
+        Other environment workers belong to the trial episode before the run.
+        """
         with contextlib.suppress(psutil.Error):
             lines = [" ".join(parent.cmdline()) for parent in process.parents()]
             return any(mark in line for line in lines for mark in _MARKS["manager"])
         return False
 
     def _kill_one(self, target: Target) -> None:
-        """A process of that kind; waits for one if all are just being restarted."""
+        """Kill a process of the kind `target`; wait for one if all are being restarted."""
 
         def done() -> bool:
             found = self.processes(target)
@@ -410,7 +494,12 @@ class RunUnderFire:
         self._wait(done, f"{target} process to kill")
 
     def note(self, kind: str, engine: psutil.Process | None = None) -> None:
-        """What is done to an engine explains that it is given up (`checks.py`)."""
+        """Write a fault to the ledger; it explains why `engine` is replaced (`checks.py`).
+
+        Args:
+            kind: Name of the fault's kind.
+            engine: Process of the engine that failed; None if no engine failed.
+        """
         url = ""
         if engine is not None:
             [port] = [word for word in engine.cmdline() if word.startswith("--port=")]
@@ -437,7 +526,7 @@ class RunUnderFire:
 
 
 def answer_decoder(model: str) -> Callable[[Sequence[int]], str]:
-    """The text of an answer's tokens, as environments get it."""
+    """Return a function that decodes a response's tokens to the text that environments receive."""
     tokenizer = load_tokenizer(model)
     stops = stop_tokens(model, tokenizer)
     return Conversation(RunConfig().task, tokenizer, stops).answer_text

@@ -1,4 +1,4 @@
-"""Scorers of the runs in one process: the product's processes, and one that cannot fail."""
+"""Provides the scorers of runs in one process: the product's processes, or a plain function."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _SCORERS = 2
 
 
 def text_of(response_ids: Iterable[int]) -> str:
-    """What is scored."""
+    """Return the text that is scored: the token IDs, separated by spaces."""
     return " ".join(map(str, response_ids))
 
 
 class PlainScorer:
-    """Scores without a process, for runs in which no scorer fails."""
+    """Scorer without processes, for runs in which no scorer fails."""
 
     size = ScorerCount(1)
     failures: Mapping[str, str] = MappingProxyType({})
@@ -36,7 +36,7 @@ class PlainScorer:
         return reward_of(text_of(response_ids)), {}
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing, because there is no process to end."""
 
 
 class ScorerProcesses:
@@ -55,12 +55,12 @@ class ScorerProcesses:
             self._idle.put_nowait(place)
 
     async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> Score:
-        place = await self._idle.get()  # bounded: every score is
+        place = await self._idle.get()  # Every score has a time limit, so this wait is bounded.
         work = [ScoreJob(0, prompt.payload, (text_of(response_ids),))]
-        # A task, which goes on when nobody waits for it any more.
+        # A separate task continues after its caller was cancelled; only then is the worker idle.
         scoring = asyncio.ensure_future(self._workers[place].score(work))
         scoring.add_done_callback(lambda _: self._idle.put_nowait(place))
-        [[scored]] = await asyncio.shield(scoring)  # bounded: every score is
+        [[scored]] = await asyncio.shield(scoring)  # Bounded by the time limit of a score.
         return scored.reward, scored.detail
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""Every check of the crash test passes on an honest account, and fails on a doctored one.
+"""Tests that the checks find nothing in honest evidence and find the error in doctored evidence.
 
-The account: lineage 0 trained steps 0, 1 and 2, and lost step 2 in a kill; lineage 1 went on from
-the checkpoint of step 2 and trained steps 2 and 3. Trajectory i is in the batch of step i;
-trajectory 4 was dropped, trajectory 5 has finished. Trajectory 3 was interrupted and lost two
-tokens, which were written again. Engine 0 hung and was started again by the only manager.
+The honest evidence: lineage 0 trained steps 0, 1 and 2, and a kill undid step 2. Lineage 1
+continued from the checkpoint of step 2 and trained steps 2 and 3. Trajectory i is in the batch of
+step i. Trajectory 4 was dropped, and trajectory 5 has finished. Trajectory 3 was interrupted and
+lost two tokens, which were generated again. Engine 0 hung, and the only manager replaced it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ PROMPT = (7, 9)
 
 
 def generated(count: int, prompt: tuple[int, ...] = PROMPT) -> tuple[int, ...]:
-    """The simulated engine's response."""
+    """Return the first `count` tokens of the simulated engine's response to `prompt`."""
     tokens: list[int] = []
     for place in range(len(prompt), len(prompt) + count):
         tokens.append(MODEL.next_token(tokens[-1] if tokens else prompt[-1], place, (STOP,)))
@@ -133,9 +133,13 @@ def with_batches(*batches: Batch) -> Evidence:
 
 
 def two_streams(change: int, restart: bool = False) -> Evidence:
-    """Trajectory 5 was asked for twice from its prompt on; it is the second stream's from `change`.
+    """Return evidence in which trajectory 5 mixes the streams of two requests for its response.
 
-    Each of its tokens has arrived in its place. `restart`: a third request goes on at `change`.
+    Each token arrived at its position.
+
+    Args:
+        change: Index of the first token that is from the second stream.
+        restart: Whether a third request continued from `change` with the same tokens.
     """
     streams = (11,) * LENGTH, (12,) * LENGTH
     first = len(PROMPT)
@@ -146,25 +150,25 @@ def two_streams(change: int, restart: bool = False) -> Evidence:
     return replace(with_requests(5, *requests), kept={5: [kept(5, tokens=tokens)]})
 
 
-def test_an_honest_account_passes_every_check() -> None:
+def test_audit_finds_nothing_when_evidence_is_honest() -> None:
     assert {name: found for name, found in audit(honest(), RULES).items() if found} == {}
     assert [loss.tokens for loss in tokens_lost(honest())] == [2]
 
 
-def test_the_surviving_line_leaves_out_what_a_kill_undid() -> None:
+def test_surviving_batches_omit_the_steps_that_a_kill_undid() -> None:
     evidence = honest()
     assert surviving_path(evidence.attaches) == {1: None, 0: 2}
     steps = [(b.lineage, b.step) for b in surviving_batches(evidence)]
     assert steps == [(0, 0), (0, 1), (1, 2), (1, 3)]
 
 
-def test_lag_counts_from_where_the_lineages_part() -> None:
+def test_lag_counts_from_the_step_at_which_the_lineages_part() -> None:
     evidence = honest()
     assert part_step(evidence.attaches, 0, 1) == 2
     assert part_step(evidence.attaches, 1, 1) is None
     later = batch(1, 3, 3)
     assert lag_of(evidence, later, PolicyVersion(0, 2)) == 1
-    # made by updates that the kill undid: worth what the checkpoint was
+    # The kill undid the updates that made version 0.9, so it counts as the checkpoint's version.
     assert lag_of(evidence, later, PolicyVersion(0, 9)) == 1
     assert lag_of(evidence, later, PolicyVersion(1, 3)) == 0
 
@@ -193,17 +197,17 @@ DOCTORED: list[tuple[str, str, Callable[[], Evidence]]] = [
     ),
     (
         "store and trainer disagree",
-        "consumed by None, the trainer has (1, 3)",
+        "consumed by None, the trainer says (1, 3)",
         lambda: with_kept(3, kept(3, consumed=None)),
     ),
     (
         "store and trainer disagree",
-        "consumed by (1, 3), the trainer has None",
+        "consumed by (1, 3), the trainer says None",
         lambda: with_kept(5, kept(5, consumed=(1, 3))),
     ),
     (
         "store and trainer disagree",
-        "dropped for no reason",
+        "dropped without a stored reason",
         lambda: with_kept(4, kept(4, drop_reason=None)),
     ),
     (
@@ -220,7 +224,7 @@ DOCTORED: list[tuple[str, str, Callable[[], Evidence]]] = [
     ),
     (
         "more than a chunk lost",
-        "trajectory 5 began anew",
+        "trajectory 5 restarted",
         lambda: with_requests(5, *begun(1, (3, 2)), *begun(2, (3, 2))),
     ),
     (
@@ -236,10 +240,10 @@ DOCTORED: list[tuple[str, str, Callable[[], Evidence]]] = [
             requests={**honest().requests, 5: [Request(5, 2, 0, (11, 11), 2)]},
         ),
     ),
-    ("wrong tokens", "token 2 is of another stream", lambda: two_streams(2)),
+    ("wrong tokens", "token 2 neither continues the stream", lambda: two_streams(2)),
     (
         "wrong tokens",
-        "trained with other tokens",
+        "trained on tokens that are not the kept tokens",
         lambda: with_kept(3, kept(3, tokens=generated(LENGTH - 1))),
     ),
     (
@@ -274,22 +278,22 @@ DOCTORED: list[tuple[str, str, Callable[[], Evidence]]] = [
     ),
     (
         "wrong tokens",
-        "trajectory 0 has another response's reward",
+        "trajectory 0 has a reward of another response",
         lambda: with_kept(0, kept(0, reward=0.5)),
     ),
     (
         "wrong tokens",
-        "trajectory 0 has another response's reward",
+        "trajectory 0 has a reward of another response",
         lambda: with_kept(0, kept(0, reward=0.0)),
     ),
     (
         "healthy engines given up",
-        "engine engine0 (http://h:1) was given up, and nothing was wrong with it",
+        "engine engine0 (http://h:1) was replaced without a fault that explains it",
         lambda: replace(honest(), injected=[Injected("engine hangs", "http://h:3")]),
     ),
     (
         "healthy engines given up",
-        "engine engine1 (http://h:2) was given up",
+        "engine engine1 (http://h:2) was replaced",
         lambda: replace(
             honest(), launches=[*honest().launches, Launch("a", 1, "engine1.1", "http://h:4")]
         ),
@@ -301,7 +305,10 @@ NAMES = ("ab", "cd")
 
 
 def played(*calls: Call, answers: tuple[str, ...] = ("x", "y"), **changes: object) -> Evidence:
-    """Episode `ab` of seed 5 has these answers in the store, `cd` of seed 6 none."""
+    """Return evidence in which the store has the responses `answers` of episode `ab` (seed 5).
+
+    The store has no response of episode `cd` (seed 6).
+    """
     episodes = {
         "ab": Episode(1, "ab", 5, answers, "batched"),
         "cd": Episode(2, "cd", 6, (), "waiting"),
@@ -321,38 +328,38 @@ EVALUATED = (Call("reset", "gh", 99), step(0, "z", "gh", 99))
 DOCTORED += [
     (
         "actions not stored",
-        "got 'z' in turn 1, and 'y' is stored",
+        "received 'z' in turn 1, but 'y' is stored",
         lambda: played(*SEEN, step(1, "z")),
     ),
     (
         "actions not stored",
-        "got an answer in turn 2, and 2 are stored",
+        "received a response in turn 2, but only 2 responses are stored",
         lambda: played(*SEEN, step(2, "z")),
     ),
     (
         "actions not stored",
-        "environment ef of seed 5 got an answer, and is not stored",
+        "environment ef of seed 5 received a response, but the episode is not stored",
         lambda: played(*SEEN, step(0, "x", "ef")),
     ),
     (
         "answers not given",
-        "has the answer 'y' in turn 1, and its environment never got it",
+        "has the response 'y' in turn 1, but its environment never received it",
         lambda: played(*SEEN[:3]),
     ),
     (
         "repeated too often",
-        "got the answer of turn 1 3 times in 2 lives",
+        "received the response of turn 1 3 times in 2 lives",
         lambda: played(*SEEN, step(1, "y"), step(1, "y")),
     ),
     (
         "episodes begun again",
-        "1 of 2 episodes that were open at a kill went on",
+        "only 1 of 2 episodes that were open at a kill continued",
         lambda: played(*SEEN, open_at=[frozenset({"ab", "gone"})]),
     ),
 ]
 
 
-def test_an_honest_account_of_episodes_passes() -> None:
+def test_audit_finds_nothing_when_evidence_of_episodes_is_honest() -> None:
     evidence = played(
         *SEEN, step(1, "y"), *TRIAL_RUN, *EVALUATED, open_at=[frozenset(NAMES), frozenset({"ab"})]
     )
@@ -365,7 +372,7 @@ OPENING, OBSERVED = (7, 9), (20, 21, 22)
 
 
 def of_turns(**changes: object) -> Evidence:
-    """Trajectory 5 as an episode: an answer, an observation, and another answer."""
+    """Return evidence in which trajectory 5 is an episode of response, observation and response."""
     first = (*generated(3, OPENING), STOP)
     place = len(OPENING) + len(first) + len(OBSERVED)
     second: list[int] = []
@@ -397,16 +404,16 @@ def found_in_turns(evidence: Evidence) -> list[str]:
     return [line for name in checks for line in audit(evidence, rules)[name] if "ry 5" in line]
 
 
-def test_an_observation_is_no_token_of_the_policy() -> None:
+def test_audit_ignores_a_changed_observation_but_not_a_changed_response() -> None:
     assert found_in_turns(of_turns()) == []
     kept = of_turns().kept[5][0]
     changed = (*kept.tokens[:5], 33, *kept.tokens[6:])
-    assert found_in_turns(of_turns(tokens=changed)) == [], "nobody else has an account of it"
+    assert found_in_turns(of_turns(tokens=changed)) == [], "observations have no other record"
     wrong = (*kept.tokens[:-1], 33)
     assert "never arrived" in found_in_turns(of_turns(tokens=wrong))[0]
 
 
-def test_an_answer_that_has_ended_is_followed_by_an_observation() -> None:
+def test_audit_finds_a_request_that_continues_a_response_after_its_end() -> None:
     first, second = of_turns().requests[5]
     again = Request(5, first.end, 5, (3,), 1)
     found = found_in_turns(of_turns(requests=[first, again, second]))
@@ -414,7 +421,7 @@ def test_an_answer_that_has_ended_is_followed_by_an_observation() -> None:
 
 
 def begun(name: int, *answers: tuple[int, int]) -> list[Request]:
-    """Requests (start, tokens) of an episode whose opening has this name."""
+    """Return requests, given as (start, number of tokens), of an episode with this name."""
     opening = (7, name, 9)
     return [
         Request(5, start, 0, (3,) * count, 2, None, (*opening, *[3] * (start - len(opening))))
@@ -423,7 +430,12 @@ def begun(name: int, *answers: tuple[int, int]) -> list[Request]:
 
 
 def of_beginnings(*requests: Request, failed: int = 1) -> list[str]:
-    """What is found where so many environments raised, and trajectory 5 was left partial."""
+    """Return the messages about lost tokens if trajectory 5 is partial after these requests.
+
+    Args:
+        requests: Requests of the trajectory.
+        failed: Number of environments that raised an error.
+    """
     injected = [Injected("environment raises")] * failed + [Injected("environment dies")]
     opening = requests[-1].input[:3]
     one = kept(5, state="partial", prompt=opening, tokens=(3,) * (requests[-1].end - 3))
@@ -431,15 +443,15 @@ def of_beginnings(*requests: Request, failed: int = 1) -> list[str]:
     return audit(evidence, RULES)["more than a chunk lost"]
 
 
-def test_an_episode_that_failed_begins_anew_and_loses_nothing_that_it_should_keep() -> None:
+def test_audit_allows_an_episode_to_restart_from_scratch_when_it_failed() -> None:
     anew = [*begun(1, (3, 10), (16, 9)), *begun(2, (3, 6))]
     assert of_beginnings(*anew) == []
     more = [*anew, *begun(4, (3, 5))]
     assert of_beginnings(*more, failed=2) == []
 
 
-def test_an_episode_may_fail_just_before_a_run_ends() -> None:
-    """It is to begin, and the store has nothing of it."""
+def test_audit_allows_an_episode_to_have_no_tokens_when_it_failed_at_the_end() -> None:
+    """The episode waits for its restart when the run ends, so the store has no tokens of it."""
     one = Kept(5, "pending", (), (), ())
     ended = [replace(request, noted_end="stop") for request in begun(1, (3, 10), (16, 9))]
     evidence = with_requests(5, *ended)
@@ -447,18 +459,18 @@ def test_an_episode_may_fail_just_before_a_run_ends() -> None:
     evidence = replace(evidence, kept={**evidence.kept, 4: [other], 5: [one]})
     failed = replace(evidence, injected=[Injected("environment raises")])
     assert found_in_turns(failed) == []
-    anew = "trajectory 5 began anew after 25 tokens without a fault"
+    anew = "trajectory 5 restarted after 25 tokens without a fault"
     assert found_in_turns(evidence) == [anew]
 
 
-def test_an_episode_that_began_anew_without_a_failure_has_lost_its_tokens() -> None:
+def test_audit_finds_lost_tokens_when_an_episode_restarts_without_a_fault() -> None:
     anew = [*begun(1, (3, 10), (16, 9)), *begun(2, (3, 6))]
-    without = "trajectory 5 began anew after 22 tokens without a fault"
+    without = "trajectory 5 restarted after 22 tokens without a fault"
     assert of_beginnings(*anew, failed=0) == [without]
-    assert len(of_beginnings(*anew, *begun(4, (3, 5)))) == 1, "one failure explains one"
+    assert len(of_beginnings(*anew, *begun(4, (3, 5)))) == 1, "a failure explains one restart"
 
 
-def test_tokens_that_an_episode_loses_as_it_goes_on_are_not_explained_by_a_failure() -> None:
+def test_audit_finds_lost_tokens_when_an_episode_continues_under_its_name() -> None:
     again = begun(1, (3, 10), (16, 9), (16, 9))
     assert of_beginnings(*again, failed=3) == ["trajectory 5 lost 9 tokens at once"]
     later = [*begun(1, (3, 10)), *begun(2, (3, 10), (5, 9))]
@@ -466,7 +478,7 @@ def test_tokens_that_an_episode_loses_as_it_goes_on_are_not_explained_by_a_failu
 
 
 @pytest.mark.parametrize(("check", "sentence_part", "doctored"), DOCTORED)
-def test_a_doctored_account_is_found_out(
+def test_check_finds_the_error_when_evidence_is_doctored(
     check: str, sentence_part: str, doctored: Callable[[], Evidence]
 ) -> None:
     found = audit(doctored(), RULES)[check]
@@ -474,10 +486,8 @@ def test_a_doctored_account_is_found_out(
 
 
 @pytest.mark.parametrize("change", [0, 2, LENGTH])
-def test_tokens_of_two_streams_are_right_only_where_the_second_goes_on_from_the_first(
-    change: int,
-) -> None:
-    """What a lost request brought in between (here the second of three) counts nothing."""
+def test_audit_finds_mixed_streams_unless_a_request_starts_where_they_change(change: int) -> None:
+    """A request whose tokens were all lost, here the second of three, is ignored."""
     rules = replace(RULES, simulated=None, reward_of=None)
 
     def found_in(evidence: Evidence) -> list[str]:
@@ -485,12 +495,12 @@ def test_tokens_of_two_streams_are_right_only_where_the_second_goes_on_from_the_
 
     assert found_in(two_streams(change, restart=True)) == []
     mixed = found_in(two_streams(change))
-    assert [line.partition(" is of")[0] for line in mixed] == (
+    assert [line.partition(" neither")[0] for line in mixed] == (
         ["trajectory 5: token 2"] if change == 2 else []
     )
 
 
-def test_a_reward_of_0_needs_a_scorer_that_failed_or_a_response_that_is_worth_it() -> None:
+def test_audit_finds_a_reward_of_0_unless_a_scorer_failed_or_0_is_correct() -> None:
     def wrong(evidence: Evidence, rules: Rules) -> list[str]:
         return [line for line in audit(evidence, rules)["wrong tokens"] if "reward" in line]
 
@@ -504,19 +514,19 @@ def test_a_reward_of_0_needs_a_scorer_that_failed_or_a_response_that_is_worth_it
     assert len(wrong(replace(honest(), injected=[failed]), worthless)) == 4
 
 
-def test_an_end_that_was_lost_with_its_tokens_may_be_asked_for_again() -> None:
-    """The note is made before the store has the tokens: a kill may come between."""
+def test_audit_allows_another_request_when_the_end_was_lost_with_its_tokens() -> None:
+    """The arrival is noted before the store has the tokens, so a kill may lose the end."""
     again = request(5, 5, 3, offset=100)
     assert audit(with_requests(5, request(5), again), RULES)["wrong end"] == []
 
 
-def test_a_stop_token_ends_a_response_of_any_length() -> None:
+def test_audit_allows_a_short_response_when_it_ends_with_a_stop_token() -> None:
     stopped = kept(5, tokens=(*generated(3), STOP))
     assert audit(with_kept(5, stopped), RULES)["wrong end"] == []
 
 
-def test_what_follows_the_place_where_a_simulated_engine_stops_is_not_its_response() -> None:
-    model = SimulatedEngineModel(vocab_size=64, mean_length=1)  # each token is the last one
+def test_audit_finds_tokens_after_the_position_where_a_simulated_engine_stops() -> None:
+    model = SimulatedEngineModel(vocab_size=64, mean_length=1)  # Each token ends the response.
     rules = replace(RULES, simulated=model)
 
     def found_in(*tokens: int) -> list[str]:
@@ -528,7 +538,7 @@ def test_what_follows_the_place_where_a_simulated_engine_stops_is_not_its_respon
     assert found_in(STOP, STOP) == ["trajectory 5 is not the engine's response to its prompt"]
 
 
-def test_an_engine_is_given_up_for_as_many_failed_requests_as_it_may_have() -> None:
+def test_audit_allows_a_replaced_engine_when_enough_of_its_requests_failed() -> None:
     again = Launch("a", 1, "engine1.1", "http://h:4")
     evidence = replace(honest(), launches=[*honest().launches, again])
     assert len(audit(evidence, RULES)["healthy engines given up"]) == 1
@@ -536,13 +546,13 @@ def test_an_engine_is_given_up_for_as_many_failed_requests_as_it_may_have() -> N
     assert audit(evidence, RULES)["healthy engines given up"] == []
 
 
-def test_a_manager_that_ends_gives_up_nobody() -> None:
+def test_audit_allows_a_new_engine_when_the_manager_is_new() -> None:
     again = Launch("b", 1, "engine1", "http://h:4")
     evidence = replace(honest(), launches=[*honest().launches, again])
     assert audit(evidence, RULES)["healthy engines given up"] == []
 
 
-def test_tokens_of_another_version_than_they_are_labeled_with_are_found() -> None:
+def test_audit_finds_tokens_that_have_the_label_of_another_version() -> None:
     rules = replace(RULES, by_version=True, simulated=replace(MODEL, vocab_size=4096))
     assert rules.simulated is not None
 
@@ -566,7 +576,7 @@ def test_tokens_of_another_version_than_they_are_labeled_with_are_found() -> Non
     assert len(wrong(old, old, old, new)) == 1
 
 
-def test_arrivals_record_how_each_request_ended(tmp_path: Path) -> None:
+def test_read_arrivals_returns_the_end_of_each_request_and_refuses_more(tmp_path: Path) -> None:
     lines = [
         {"request": "t3-1", "at": 2, "input": [1, 4]},
         {"request": "t3-1", "at": 2, "ids": [5, 6], "version": "0.0", "end": "abort"},
@@ -585,7 +595,7 @@ def test_arrivals_record_how_each_request_ended(tmp_path: Path) -> None:
         read_arrivals(arrivals)
 
 
-def test_ten_kills_in_runs_of_four_are_of_all_five_kinds() -> None:
+def test_plans_of_kills_cover_all_five_targets_when_runs_have_four_kills() -> None:
     parts = itertools.cycle(PARTS)
     plans = [plan_of_kills(random.Random(1), kills, parts) for kills in (4, 4, 2)]
     assert [len(plan) for plan in plans] == [4, 4, 2]
@@ -593,7 +603,7 @@ def test_ten_kills_in_runs_of_four_are_of_all_five_kinds() -> None:
     assert {target for plan in plans for target in plan} == {*PARTS, "tree"}
 
 
-def test_long_runs_kill_each_part_equally_often() -> None:
+def test_plans_of_kills_hit_each_part_equally_often_when_runs_are_long() -> None:
     parts = itertools.cycle(PARTS)
     plans = [plan_of_kills(random.Random(1), 17, parts) for _ in range(4)]
     kills = Counter(target for plan in plans for target in plan)

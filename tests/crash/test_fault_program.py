@@ -1,6 +1,7 @@
-"""The fault program finds defects that are planted, and finds none in the product.
+"""Tests that the fault program finds planted defects and finds no defect in the product.
 
-Each planted defect takes away what keeps one promise; a run with a few faults then breaks it.
+Each planted defect removes the code that keeps one promise, so that a run with a few faults breaks
+this promise.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ def found(result: Result, check: str) -> bool:
 
 
 def accept_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store takes what any stream brings while its trajectory runs; stale engines stream on.
+    """Let the store accept chunks of any request of a running trajectory, also of stale engines.
 
-    Nothing but the content shows it: only the current request may end a trajectory, so that none
-    ends twice, which would end the run with a sentence.
+    Only the current request may end the trajectory. A second end would stop the run with an error,
+    but this defect must show only in the tokens.
     """
     append = TrajectoryStore.append
 
@@ -74,7 +75,7 @@ def accept_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def accept_unverified_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an engine generates is stored before its weights have been verified."""
+    """Let the store accept the tokens of an engine before its weights have been verified."""
 
     async def wait_accepted(tracked: TrackedEngine, version: PolicyVersion) -> bool:
         return True
@@ -83,7 +84,7 @@ def accept_unverified_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def emit_a_batch_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer gets the first batch again in place of the second."""
+    """Let the trainer receive the first batch a second time instead of the second batch."""
     taken: list[TokenBatch] = []
     next_batch = RolloutDriver.next_batch
 
@@ -110,7 +111,7 @@ PLANTED: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None], list[Fault]]
 
 
 @pytest.mark.parametrize(("check", "preset", "plant", "faults"), PLANTED)
-def test_a_planted_defect_is_found(
+def test_audit_finds_the_broken_promise_when_a_defect_is_planted(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     check: str,
@@ -124,26 +125,26 @@ def test_a_planted_defect_is_found(
 
 
 class Clock:
-    """Disk and clock of a run whose driver reads the wall clock."""
+    """Stand-in for `Edges` whose clock only the planted defect reads."""
 
     def __init__(self) -> None:
         self.ahead = 0.0
 
     def disk(self, kind: str = "") -> None:
-        """No fault of these tests is a disk's."""
+        """Do nothing, because these tests inject no fault of the disk."""
 
     def jump(self, seconds: float) -> None:
         self.ahead += seconds
 
     def heal(self) -> None:
-        """The disk works."""
+        """Do nothing, because the disk always works."""
 
 
 @pytest.mark.parametrize("planted", [True, False])
-def test_a_driver_that_gives_up_engines_by_a_clock_jump_is_found(
+def test_audit_finds_replaced_engines_only_when_the_monitor_reads_the_wall_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: bool
 ) -> None:
-    """It counts an engine as hung when it was last seen too long ago, by the wall clock."""
+    """The planted monitor replaces an engine that it has not polled for 60 s of the wall clock."""
     clock, seen = Clock(), dict[TrackedEngine, float]()
     works = EngineMonitor._poll_engine
 
@@ -164,8 +165,11 @@ def test_a_driver_that_gives_up_engines_by_a_clock_jump_is_found(
 
 @needs_compiler
 @pytest.mark.timeout(300)
-def test_random_faults_break_no_promise(tmp_path: Path) -> None:
-    """A failure prints the command that repeats its sequence; by hand, run it with more seconds."""
+def test_fault_program_finds_no_broken_promise_in_the_product(tmp_path: Path) -> None:
+    """A failure prints the command that repeats its sequence of faults.
+
+    To inject more faults, run the same command by hand with a larger `--seconds`.
+    """
     command = [sys.executable, "-m", "tests.crash.fault_program", "--faults", "500"]
     command += ["--seed", "7", "--seconds", "75", "--keep", str(tmp_path / "runs")]
     done = subprocess.run(

@@ -1,11 +1,15 @@
-"""The crash test of `tests/crash`, short and with a fixed seed: real processes, real kills.
+"""Runs the crash test of `tests/crash` shortly and with fixed seeds, on real processes.
 
-Simulated engines: every part of a run killed once under `async`, the whole tree at the end; the run
-then goes back to an older checkpoint. Episodes under `copris`: their worker, the manager, an engine
-and the tree, with the environment's own account of what it has seen; those of an agent under
-`pipeline`, with the program's own log. Real engines, under `copris`: a killed scorer and the
-failure table of docs/failures.md, one failure after the other in one run, with two engines at first
-and with only one in its last life.
+With simulated engines, each test kills each part of a run once and the whole process tree at the
+end:
+
+- `async`: the run then resumes from an older checkpoint.
+- `copris` with episodes: the environment records the calls that it receives.
+- `pipeline` with episodes of an agent: the agent records the responses that it receives.
+
+With real engines, the test kills a scorer and causes the failures of the table in docs/failures.md
+one after the other in one `copris` run. The run has two engines at first and one engine after its
+last resume.
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ def runs(tmp_path: Path) -> Iterator[list[RunUnderFire]]:
 
 
 def goes_back(run: RunUnderFire) -> None:
-    """A complete run goes on from the older of the two checkpoints that it keeps."""
+    """Resume a completed run from the older of its two checkpoints, and check its evidence."""
     older, newer = sorted(c.manifest.version for c in list_checkpoints(run.directory.checkpoints))
     run.resume("--from-step", str(older.number), f"steps={newer.number + 2}")
     run.wait_for_end()
@@ -61,7 +65,7 @@ def goes_back(run: RunUnderFire) -> None:
     assert broken == {}
 
 
-def test_killed_parts_and_a_killed_tree_lose_nothing(
+def test_run_keeps_every_promise_when_each_part_and_the_tree_are_killed(
     tmp_path: Path, runs: list[RunUnderFire]
 ) -> None:
     run = RunUnderFire(configuration("async", "simulated", tmp_path, "short", {}), random.Random(3))
@@ -79,26 +83,26 @@ KEY = re.compile(rb"sk-[\w-]{43}")
 
 
 def assert_no_key_in_a_file_of(run: RunUnderFire) -> None:
-    """Nothing that the run has left holds a key of an agent: its report and the log neither."""
+    """Assert that no file of the run contains an agent's key, not even the report and the log."""
     own = Gateway(SamplingConfig()).open(NobodysCalls()).encode()
-    assert KEY.fullmatch(own), "this is what keys are like"
+    assert KEY.fullmatch(own), "KEY must match a real key"
     report = write_report([run.directory.path], None)
     found = [file for file in run.directory.path.rglob("*") if file.is_file()]
     names = {file.name for file in found}
     assert {report.name, "config.yaml", "metrics.jsonl", "trajectories.jsonl"} <= names
     assert run.directory.store_file in found
-    assert any(name.startswith("environments0") for name in names), "the worker's log"
+    assert any(name.startswith("environments0") for name in names), "the worker's log is missing"
     assert [file for file in (*found, run.log) if KEY.search(file.read_bytes())] == []
 
 
 class NobodysCalls:
-    """An owner of a key that nobody uses."""
+    """Call handler of a key that no program uses."""
 
     def call(self, asked: ChatCall, *, retry: bool) -> Call:
         raise NotImplementedError
 
 
-def test_what_a_program_has_been_given_is_stored_after_kills_and_its_keys_are_nowhere(
+def test_agent_run_stores_every_response_and_no_key_when_its_parts_are_killed(
     tmp_path: Path, runs: list[RunUnderFire]
 ) -> None:
     changes = of_agents(tmp_path, "agents")
@@ -108,11 +112,11 @@ def test_what_a_program_has_been_given_is_stored_after_kills_and_its_keys_are_no
     account = Account()
     one_run(run, ["worker", "manager", "tree"], account)
     assert account.broken == []
-    assert account.repeats > 0, "programs have run again"
+    assert account.repeats > 0, "no program ran again after a kill"
     assert_no_key_in_a_file_of(run)
 
 
-def test_episodes_go_on_after_kills_as_their_environments_saw_them(
+def test_episodes_continue_and_keep_their_responses_when_parts_are_killed(
     tmp_path: Path, runs: list[RunUnderFire]
 ) -> None:
     changes = of_episodes(tmp_path, "episodes")
@@ -127,7 +131,7 @@ def test_episodes_go_on_after_kills_as_their_environments_saw_them(
 
 
 @pytest.mark.engine
-def test_a_run_on_real_engines_survives_the_failure_table(
+def test_run_on_sglang_keeps_every_promise_during_the_failures_of_the_docs(
     tmp_path: Path, runs: list[RunUnderFire]
 ) -> None:
     changes = {
@@ -139,7 +143,7 @@ def test_a_run_on_real_engines_survives_the_failure_table(
     )
     runs.append(run)
     run.start()
-    run.wait_for_step(1)  # a scorer that scores, and not one that starts
+    run.wait_for_step(1)  # The scorer must hang while it scores, not while it starts.
     hung = [run.hang("scorer"), run.hang("engine")]
     run.wait_for_progress()
     run.wait_until_killed(*hung)
@@ -149,7 +153,7 @@ def test_a_run_on_real_engines_survives_the_failure_table(
     run.kill("manager")
     run.last_life(14, "engines.count=1")
     run.kill("engine")
-    # What had been generated before is good for two batches; then the engine must be back.
+    # The responses generated so far are enough for two batches; then the engine must be available.
     run.wait_for_step(run.step() + 4)
     run.hang("engine")
     run.wait_for_end()

@@ -1,8 +1,9 @@
-"""A trainer without a model: makes the calls of `train_loop/loop.py`, and sends text for weights.
+"""Provides a trainer without a model: it makes the calls of `train_loop/loop.py` and sends a text
+instead of weights.
 
 Invariants
-- A call of the manager goes on when its caller is gone, as Ray's do.
-- What it has trained is noted before it goes on, for the audit.
+- A call of the manager continues after its caller was cancelled, as a call through Ray does.
+- The trainer notes each batch before it continues, so that the checks know what was trained.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ _LAST_STEPS = 2
 
 
 class ManagerCalls:
-    """Calls a manager as Ray does: a call goes on when its caller is gone."""
+    """Calls methods of a manager as Ray does: a call continues after its caller was cancelled."""
 
     def __init__(self, manager: RolloutManager) -> None:
         self._manager = manager
         self._calls: set[asyncio.Task[Any]] = set()
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """The result of a method of the manager."""
+        """Call `method` of the manager and return its result."""
         task = asyncio.ensure_future(getattr(self._manager, method)(*arguments))
         self._calls.add(task)
         task.add_done_callback(self._done)
@@ -56,11 +57,18 @@ class ManagerCalls:
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._calls.discard(task)
         if not task.cancelled():
-            task.exception()  # its caller may be gone
+            # Without this access asyncio would warn about the error of a call without a caller.
+            task.exception()
 
 
 class Trainer:
-    """Calls a manager as the training loop does, with pauses where it is asked to pause."""
+    """Trainer that calls a manager as the training loop does, and pauses between calls on request.
+
+    Attributes:
+        lineage: Lineage that the trainer trains.
+        step: Number of the next step.
+        pause_seconds: Duration of the next pause in seconds; 0 for no pause.
+    """
 
     def __init__(
         self,
@@ -69,7 +77,14 @@ class Trainer:
         manager: RolloutManager,
         model: SimulatedEngineModel,
     ) -> None:
-        """`model`: what engines generate with weights that are right."""
+        """Prepare the trainer of the run in `directory`.
+
+        Args:
+            config: The run's configuration.
+            directory: The run's directory.
+            manager: The run's rollout manager.
+            model: Model from which `weights_of` derives the tokens of each policy version.
+        """
         self._config, self._directory, self._model = config, directory, model
         self._call = ManagerCalls(manager).call
         self._account = Account(ledger_file(directory.path, "trained"))
@@ -77,9 +92,14 @@ class Trainer:
         self.pause_seconds = 0.0
 
     async def live(self, resume: ResumePoint, until: asyncio.Event) -> None:
-        """Train until asked to end, and some steps more; the last of them has a checkpoint.
+        """Train until `until` is set and for `_LAST_STEPS` steps more, and save a last checkpoint.
 
-        Raises ComponentFailure.
+        Args:
+            resume: Position at which the trainer starts.
+            until: Event that asks the trainer to end.
+
+        Raises:
+            ComponentFailure: The manager or the disk failed.
         """
         self.lineage, self.step = resume.lineage, resume.step
         self._account.add(attach=resume.lineage, step=resume.step, parent=resume.parent)
@@ -130,7 +150,11 @@ class Trainer:
         await self._call("verify_update", lineage, number, logprobs_T, True)
 
     async def _send(self, engines: Sequence[EngineAddress], version: PolicyVersion) -> list[str]:
-        """As a sender does: to all, and again without those that failed."""
+        """Send `version` to the engines, and again without the failed engines until all succeed.
+
+        Returns:
+            IDs of the engines that received the version.
+        """
         wanted = list(engines)
         while wanted:
             sent = await asyncio.gather(*(asyncio.to_thread(self._to, e, version) for e in wanted))
@@ -178,12 +202,12 @@ class Trainer:
             temporary.mkdir(parents=True, exist_ok=True)
             finalize(temporary, step_directory(root, self.step), manifest)
         except OSError as error:
-            raise ComponentFailure(f"the checkpoint could not be written: {error}") from error
+            raise ComponentFailure(f"failed to write the checkpoint: {error}") from error
         prune(root, _KEPT_CHECKPOINTS)
         return [PolicyVersion(one.manifest.lineage, one.step) for one in list_checkpoints(root)]
 
     def _logprobs(self, samples: TokenBatch, version: PolicyVersion) -> FloatArray:
-        """What a trainer with these weights computes."""
+        """Return the log-probs that a trainer with the weights of `version` computes."""
         model = weights_of(self._model, version)
         bounds = pairwise(samples.cu_seqlens_S1.tolist())
         sequences = [samples.token_ids_T[start:end] for start, end in bounds]

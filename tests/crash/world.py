@@ -1,14 +1,15 @@
-"""A run in one process, to which faults are done: the product's manager, store, client and scorers.
+"""Injects faults into a run in one process.
 
-Everything between the engines' sockets and the trainer's calls is the product's own. Made up are
-the engines (`engines.py`, on a thread of their own), the trainer (`trainer.py`) and Ray.
+The manager, the store, the clients of the engines and the scorers are the product's code. The
+engines (`engines.py`, on a separate thread) and the trainer (`trainer.py`) are replaced, and calls
+do not go through Ray.
 
 Invariants
-- A run that a fault has ended is resumed from its newest checkpoint, as a person would; whatever
-  else ends it is a broken promise.
-- Every wait has a limit. Seconds are those of a run in which an engine that is silent for
-  `SILENCE_SECONDS` is hung.
-- Findings about engines count only while this machine kept up (`Gauge`).
+- If a fault that may end the run ended it, the run is resumed from its newest checkpoint, as a user
+  would do. A run that ends for another reason has broken a promise.
+- Every wait has a limit. Time limits fit runs in which an engine counts as hung after
+  `SILENCE_SECONDS` without a sign of life.
+- Findings about engines count only if this machine ran the event loops in time (`Gauge`).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ STOP_TOKEN = 2
 MODEL = SimulatedEngineModel(
     vocab_size=4096, mean_length=40, step_seconds=0.01, stream_interval=4, max_running_requests=64
 )
-# Of episodes, whose tokens are texts.
+# Model for runs of episodes, whose tokens must decode to text.
 TEXT_MODEL = replace(MODEL, vocab_size=VOCAB_SIZE, mean_length=12)
 _CONTROL_SECONDS = 6.0
 _LIFE_SECONDS = 120.0
@@ -66,7 +67,7 @@ _COMMAND_SECONDS = 10.0
 
 
 def settings(preset: str, **changes: Any) -> RunConfig:
-    """A run in which much is in the air."""
+    """Return the settings of a run with many requests and small batches."""
     base: dict[str, Any] = {
         "steps": 1_000_000,
         "schedule": {
@@ -93,7 +94,13 @@ def settings(preset: str, **changes: Any) -> RunConfig:
 
 
 def episode_settings(preset: str, folder: Path, **changes: Any) -> RunConfig:
-    """Such a run of episodes; `folder`: where the run will be."""
+    """Return the settings of a run of episodes in the directory `folder`, and write a tokenizer.
+
+    Args:
+        preset: Preset of the schedule.
+        folder: Directory of the run; the tokenizer is written to its parent.
+        changes: Settings that replace the defaults, by section.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     write_character_tokenizer(folder.parent)
     own = of_episodes(folder.parent, folder.name)
@@ -105,7 +112,7 @@ def episode_settings(preset: str, folder: Path, **changes: Any) -> RunConfig:
 
 
 def rules_of(config: RunConfig) -> Rules:
-    """What such a run promises."""
+    """Return the settings of a run that the checks need."""
     return Rules(
         CHUNK_TOKENS,
         config.schedule.max_async_level,
@@ -118,12 +125,12 @@ def rules_of(config: RunConfig) -> Rules:
 
 
 def model_of(config: RunConfig) -> SimulatedEngineModel:
-    """What engines generate with weights that are right."""
+    """Return the model from which `weights_of` derives the tokens of each policy version."""
     return TEXT_MODEL if config.has_episodes else MODEL
 
 
 class NumberedTask:
-    """Prompts that no two groups share."""
+    """Task that gives each group a different prompt."""
 
     stop_token_ids = (STOP_TOKEN,)
 
@@ -136,14 +143,19 @@ class NumberedTask:
 
 
 class Gauge:
-    """How long an event loop was kept from running, but for `seconds` that a fault took."""
+    """Measures for how long an event loop was blocked.
+
+    Attributes:
+        worst: Longest time in seconds, without the time that a fault blocked the loop on purpose.
+        meant: Seconds for which a fault blocks the loop during the current interval.
+    """
 
     def __init__(self) -> None:
         self.worst = 0.0
         self.meant = 0.0
 
     async def run(self, interval: float = 0.05) -> None:
-        """For ever."""
+        """Measure until cancelled, once per `interval` seconds."""
         while True:
             self.meant, due = 0.0, time.monotonic() + interval
             await asyncio.sleep(interval)
@@ -152,7 +164,21 @@ class Gauge:
 
 @dataclass
 class Result:
-    """The outcome of a run. `slow`: this machine stood still too long to be evidence."""
+    """The outcome of a run.
+
+    Attributes:
+        preset: Preset of the run.
+        seed: Seed of the sequence of faults.
+        injected: Faults that were injected.
+        broken: Messages about broken promises.
+        slow_seconds: Longest time in seconds for which this machine blocked an event loop.
+        reasons: Warnings of the run about engines, with the seconds since the start.
+        resumes: Number of times that the run was resumed.
+        trajectories: Number of trajectories.
+        batches: Number of batches that the trainer received.
+        largest_lag: Largest lag of a batch.
+        seconds: Duration of the run in seconds.
+    """
 
     preset: str
     seed: str
@@ -168,22 +194,41 @@ class Result:
 
     @property
     def slow(self) -> bool:
+        """Whether this machine was too slow for the run to be evidence about engines."""
         return self.slow_seconds > SILENCE_SECONDS / 4
 
 
 class World:
-    """One run and its faults."""
+    """Carries out faults on one run.
+
+    Attributes:
+        directory: The run's directory.
+        config: The run's configuration.
+        injected: Faults that were injected so far.
+        endings: Reasons for which the run ended before its end.
+        broken: Messages about broken promises.
+        looks: Contents of the store at moments during the run.
+        reasons: Warnings of the run about engines, with the seconds since the start.
+    """
 
     def __init__(
         self, folder: Path, config: RunConfig, *, edges: Edges | None, scorer_processes: bool
     ) -> None:
-        """`edges`: disk and clock that can fail; None where nothing is preloaded."""
+        """Prepare a run in `folder`.
+
+        Args:
+            folder: The run's directory.
+            config: The run's configuration.
+            edges: Control of the disk and the clock; None if they cannot fail.
+            scorer_processes: Whether to use the product's scorer processes, which can fail.
+        """
         self.directory = RunDirectory(folder)
         folder.mkdir(parents=True)
         self.config = config
         self._edges = edges
         self._scorer_processes = scorer_processes
-        self._command = folder / "ledger" / "scorer_fault"  # the ledger is on no disk that fails
+        # The faults of the disk do not affect files of the ledger.
+        self._command = folder / "ledger" / "scorer_fault"
         self._engines = EngineThread()
         self._launcher: FaultyLauncher | None = None
         self._manager: RolloutManager | None = None
@@ -205,14 +250,19 @@ class World:
     # ------------------------------------------------------------ the run
 
     async def run(self, faults: Sequence[Fault]) -> None:
-        """From the first step over all faults to the end; what went wrong is in `broken`."""
+        """Start the run, inject `faults` after its first step, and wait for its end.
+
+        Broken promises are added to `broken`.
+        """
         measuring = asyncio.create_task(self._gauges[0].run())
         others = self._engines.call(self._gauges[1].run())
         looking = asyncio.create_task(self._look())
         listening = asyncio.create_task(self._listen())
         scorer: Any = PlainScorer()
         if self.config.has_episodes:
-            os.environ[COMMAND_VARIABLE] = str(self._command)  # of the environments' workers
+            os.environ[COMMAND_VARIABLE] = str(
+                self._command
+            )  # The environments' workers inherit it.
         if self._scorer_processes:
             scorer = ScorerProcesses(self.config, self._command)
         try:
@@ -236,23 +286,27 @@ class World:
             self._engines.close()
 
     async def _lives(self, scorer: Any) -> None:
-        """A life ends as it should, or by a fault that may end it and then there is another."""
+        """Start the run, and resume it each time that a fault which may end the run ended it."""
         while True:
             ending = await self._life(scorer)
             if ending is None:
                 return
             self.endings.append(ending)
             if not may_end(self.injected):
-                self.broken.append(f"a run did not go on: {ending}")
+                self.broken.append(f"a run did not continue: {ending}")
                 return
             if len(self.endings) > sum(KINDS[one.kind].ends for one in self.injected):
-                self.broken.append(f"a run ended more often than by its faults: {ending}")
+                self.broken.append(f"a run ended more often than its faults explain: {ending}")
                 return
             if self._edges is not None:
-                self._edges.heal()  # a person makes room, then resumes
+                self._edges.heal()  # A user repairs the disk before the resume.
 
     async def _life(self, scorer: Any) -> str | None:
-        """One process tree's; None when it came to its end, else the sentence that ended it."""
+        """Run from a start or a resume to the next end.
+
+        Returns:
+            None if the run has completed, otherwise the error message with which it ended.
+        """
         config = self.config
         if not config.has_episodes:
             return await self._lived(scorer, NumberedTask(), None)
@@ -291,7 +345,7 @@ class World:
         except UserError as refused:
             return f"the resume was refused: {refused}"
         except TimeoutError:
-            return f"it did not come to its end within {_LIFE_SECONDS:g} s: {manager.status()}"
+            return f"the run did not end within {_LIFE_SECONDS:g} s: {manager.status()}"
         finally:
             if self._training is not None:
                 self._training.cancel()
@@ -302,7 +356,7 @@ class World:
 
     async def _stop(self, manager: RolloutManager) -> None:
         for served in self._launcher.serving() if self._launcher else ():
-            self._engines.do(served.server.heal)  # else each is waited for
+            self._engines.do(served.server.heal)  # The stop would wait for each hanging engine.
         try:
             async with asyncio.timeout(_LIFE_SECONDS):
                 await manager.stop()
@@ -311,7 +365,7 @@ class World:
                 self.broken.append(f"a stop failed: {failure}")
 
     def _begin_trainer(self) -> None:
-        """A trainer (again): from the newest checkpoint, in a lineage of its own."""
+        """Start a trainer in a new lineage, from the newest checkpoint if there is one."""
         assert self._manager is not None
         self._lineage += 1
         resume = ResumePoint(self._lineage)
@@ -329,7 +383,7 @@ class World:
             self.looks.append(await asyncio.to_thread(look, self.directory))
 
     async def _listen(self) -> None:
-        """What the run itself reports about engines: for a person, no check reads it."""
+        """Collect the run's warnings about engines; they are only printed, no check uses them."""
         while True:
             await asyncio.sleep(_LISTEN_SECONDS)
             warnings = self._manager.status().get("warnings", {}) if self._manager else {}
@@ -337,7 +391,7 @@ class World:
             for name in {"engine_failed", "engine_stale"} & warnings.keys():
                 self.reasons.setdefault(warnings[name], at)
 
-    # ------------------------------------------------------------ its faults
+    # ------------------------------------------------------------ faults
 
     async def _inject(self, faults: Sequence[Fault]) -> None:
         await self._first_step()
@@ -387,7 +441,7 @@ class World:
                 await asyncio.to_thread(self._second_run)
 
     async def _command_taken(self) -> None:
-        """Wait until the last command is obeyed, or nobody has come for it in time."""
+        """Wait until a process has removed the last command, at most for `_COMMAND_SECONDS`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_COMMAND_SECONDS):
                 while self._command.exists():
@@ -402,7 +456,7 @@ class World:
     def _engine_fault(self, fault: Fault) -> None:
         serving = self._launcher.serving() if self._launcher is not None else []
         if not serving:
-            return  # the one that is just being started is nobody's yet
+            return  # An engine that is still being started cannot be hit.
         served = serving[fault.target % len(serving)]
         self._note(fault, served.url)
         server = served.server
@@ -436,7 +490,8 @@ class World:
             return
         before = self._training
         self._begin_trainer()
-        if fault.target % 2:  # else it lives on and makes calls, which are refused
+        # For an even target the old trainer stays alive and makes calls, which are refused.
+        if fault.target % 2:
             before.cancel()
         self._replaced.add(before)
 
@@ -451,7 +506,7 @@ class World:
         self._edges.heal()
 
     def _second_run(self) -> None:
-        """Whoever opens the same store meanwhile is refused, and has changed nothing."""
+        """Try to open the store of the running run, which must be refused."""
         with contextlib.suppress(UserError):
             TrajectoryStore.open(self.directory.store_file, self.config.store)
             self.broken.append("a second run opened the store")
@@ -472,7 +527,7 @@ class World:
 
     @property
     def slow_seconds(self) -> float:
-        """The longest time for which an event loop stood still, and not by a fault."""
+        """Longest time in seconds for which an event loop was blocked, except by a fault."""
         return max(gauge.worst for gauge in self._gauges)
 
 
@@ -485,7 +540,16 @@ async def suffer(
     edges: Edges | None = None,
     scorer_processes: bool = False,
 ) -> Result:
-    """A run that has these faults, and its audit."""
+    """Run with these faults and check the evidence of the run.
+
+    Args:
+        folder: The run's directory.
+        config: The run's configuration.
+        faults: Faults in order.
+        seed: Seed of the sequence, for the result.
+        edges: Control of the disk and the clock; None if they cannot fail.
+        scorer_processes: Whether to use the product's scorer processes, which can fail.
+    """
     world = World(folder, config, edges=edges, scorer_processes=scorer_processes)
     began = time.monotonic()
     await world.run(faults)
@@ -508,10 +572,10 @@ def _account(world: World, result: Result) -> None:
     try:
         has_episodes = world.config.has_episodes
         decode = answer_decoder(world.config.model.path) if has_episodes else None
-        lives = 1 + len(world.injected)  # each may cost a worker its life
+        lives = 1 + len(world.injected)  # Each fault may end an environment's worker.
         evidence = gather(world.directory, world.looks, decode=decode, lives=lives)
     except ValueError as error:
-        result.broken.append(f"the accounts cannot be read: {error}")
+        result.broken.append(f"failed to read the evidence: {error}")
         return
     for name, found in audit(evidence, rules_of(world.config)).items():
         result.broken += [f"{name}: {sentence}" for sentence in found]
