@@ -115,7 +115,9 @@ class EpisodeOracle(Oracle):
 
     def _after(self, event: ev.Event) -> None:
         for group in self.live.values():
-            assert not any(t.state in ("answered", "failed") for t in group.members), "not settled"
+            assert not any(t.state in ("answered", "failed") for t in group.members), (
+                "a reply was not handled"
+            )
         super()._after(event)
 
     def _begin(self, action: ev.StartEpisode) -> None:
@@ -127,11 +129,15 @@ class EpisodeOracle(Oracle):
         assert self.config.overlap or self.version.number >= self.next_step
         assert self.version.number >= self.floor, f"{action}: its tokens would be stale at once"
         if self.limit is not None:
-            assert self.open() < self.limit, "more than open_episodes"
+            assert self.open() < self.limit, "more episodes are open than open_episodes permits"
         if t.group.started is None:
             waiting = [o for o in self.waiting() if o.group.started is not None]
-            assert all(self.life(o).begun for o in waiting), "a group before the rest of another"
-            assert not self.held_back(), "a new group while finished ones fill the ring"
+            assert all(self.life(o).begun for o in waiting), (
+                "a group started before all members of an earlier group"
+            )
+            assert not self.held_back(), (
+                "a new group started while finished groups fill max_waiting_batches"
+            )
             self._start(t.group)
             self._may_start()
         life.begun = True
@@ -188,7 +194,7 @@ class EpisodeOracle(Oracle):
 
     def _emit(self, action: ev.EmitBatch) -> None:
         if self.config.boundary == "drain" and not self.config.overlap:
-            assert not self.open(), "a batch before the episodes were drained"
+            assert not self.open(), "a batch was emitted before the episodes ended"
         super()._emit(action)
 
     # ------------------------------------------------------------ after every event
@@ -207,11 +213,15 @@ class EpisodeOracle(Oracle):
         if self.limit is None or self.open() >= self.limit:
             return
         idle = [t for t in self.waiting() if not self.life(t).begun]
-        assert not [t for t in idle if t.group.started is not None], "members are not begun"
+        assert not [t for t in idle if t.group.started is not None], (
+            "members of a started group have not started"
+        )
         unlimited = config.max_async_level is None and config.refill == "continuous"
         if unlimited and not self.held_back():
-            assert not idle, "new groups wait"
-            assert self.prompts_outstanding or self.exhausted, "no prompts asked for"
+            assert not idle, "episodes may be opened, but new groups wait"
+            assert self.prompts_outstanding or self.exhausted, (
+                "episodes may be opened, but no prompts were requested"
+            )
 
     def _room(self) -> bool:
         return any(
@@ -222,7 +232,7 @@ class EpisodeOracle(Oracle):
 
 
 class EpisodeWorld(World):
-    """Let one of these happen: a turn ends; an environment answers, fails or ends its episode."""
+    """World of episodes: turns end, and environments answer, fail or end their episode."""
 
     oracle: EpisodeOracle
     weather: EpisodeWeather

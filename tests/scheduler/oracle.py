@@ -26,11 +26,13 @@ class T:
     trajectory_id: int
     group: G
     index: int
-    state: str = "waiting"  # waiting running finished scoring rewarded scored batched dropped
+    # One of waiting, running, finished, scoring, rewarded, scored, batched, dropped.
+    state: str = "waiting"
     tokens: int = 0
     oldest: int | None = None
-    served: int = 0  # version at its last submission
-    overtaken: bool = False  # the floor passed `served` while it ran without a token
+    served: int = 0  # Number of the version at the last submission.
+    # Whether the floor passed `served` while the trajectory ran without a token.
+    overtaken: bool = False
     newest: int = -1
     engine: str | None = None
     aborted: bool = False
@@ -83,7 +85,7 @@ class Oracle:
         self.version = version
         self.next_step = first_step
         self.groups: dict[int, G] = {}
-        self.live: dict[int, G] = {}  # those neither batched nor wholly dropped
+        self.live: dict[int, G] = {}  # Groups that are neither batched nor completely dropped.
         self.trajectories: dict[int, T] = {}
         self.engines: dict[str, ev.EngineUp] = {}
         self.untaken: list[int] = []
@@ -265,7 +267,7 @@ class Oracle:
                     self._emit(action)
                 case ev.RequestPrompts():
                     assert action.count > 0 and not self.prompts_outstanding
-                    assert not self.exhausted, "asked an exhausted source"
+                    assert not self.exhausted, "prompts were requested from an exhausted source"
                     self.prompts_outstanding = action.count
                 case ev.PauseEngines():
                     assert self.update is not None and self.config.weight_update == "in_flight"
@@ -295,7 +297,7 @@ class Oracle:
         t = self.trajectories[action.trajectory_id]
         engine = self.engines.get(action.engine_id)
         assert engine is not None, f"{action}: engine is down"
-        assert engine.version == self.version, f"{action}: engine holds {engine.version}"
+        assert engine.version == self.version, f"{action}: the engine has loaded {engine.version}"
         assert self.update is None, f"{action} during an update"
         assert self.config.overlap or self.version.number >= self.next_step, (
             f"{action} while the trainer works"
@@ -307,10 +309,14 @@ class Oracle:
         on_engine = len(self.running(action.engine_id))
         assert engine.max_running is None or on_engine < engine.max_running, action
         if isinstance(self.config.concurrency, int):
-            assert len(self.running()) < self.config.concurrency, "more than N' in flight"
+            assert len(self.running()) < self.config.concurrency, (
+                "more than N' requests are in flight"
+            )
         self._resumed_first(t)
         if t.group.started is None:
-            assert not self.held_back(), "a new group while finished ones fill the ring"
+            assert not self.held_back(), (
+                "a new group started while finished groups fill max_waiting_batches"
+            )
             self._start(t.group)
             self._may_start()
         t.served = self.version.number
@@ -323,7 +329,7 @@ class Oracle:
             assert not partial, f"{t.trajectory_id} started before {partial[0].trajectory_id}"
             if t.group.started is None:
                 waiting = [o for o in self.waiting() if o.group.started is not None]
-                assert not waiting, "a new group before the rest of a started one"
+                assert not waiting, "a new group started before all members of an earlier group"
             return
         order = self.config.buffer_order
 
@@ -349,10 +355,10 @@ class Oracle:
         if k is not None:
             ahead = self.next_step - self.version.number
             assert open_groups <= (k + 1 - ahead) * batch + started_per_batch - batch, (
-                "capacity rule"
+                "more groups are open than max_async_level permits"
             )
         if self.config.refill == "batch":
-            assert open_groups <= started_per_batch, "more groups than the batch needs"
+            assert open_groups <= started_per_batch, "more groups are open than the batch needs"
 
     def _restart(self, action: ev.Restart) -> None:
         t = self.trajectories[action.trajectory_id]
@@ -398,7 +404,7 @@ class Oracle:
                     ready = len(self.complete_groups()) / config.groups_per_batch
                     assert ready + len(self.untaken) > config.max_waiting_batches
                 case _:
-                    raise AssertionError(f"{action}: no reason for it")
+                    raise AssertionError(f"{action}: the scheduler has no such reason")
         t.state, t.drop_reason = "dropped", action.reason
         if all(m.state == "dropped" for m in group.members):
             del self.live[group.spec.group_id]
@@ -416,27 +422,29 @@ class Oracle:
         if len(groups) != config.groups_per_batch:
             assert self.exhausted and config.updates_per_batch <= len(groups)
             left = {id(g) for g in self.live.values() if not g.dropped}
-            assert left == {id(g) for g in groups}, "a short batch before the end"
+            assert left == {id(g) for g in groups}, "a short batch was emitted before the end"
         if config.overlap:
             assert len(self.untaken) < config.max_waiting_batches, (
-                "more batches than the ring holds"
+                "more batches wait than max_waiting_batches permits"
             )
         else:
             assert self.version.number == action.step and not self.untaken
             if config.boundary == "drain":
-                assert not self.running(), "a batch before the engines were drained"
+                assert not self.running(), "a batch was emitted before the engines were drained"
         stale = [g for g in groups if g.oldest < self.floor]
         if stale:
-            assert config.on_stale == "mask", f"{action}: lag bound broken"
+            assert config.on_stale == "mask", f"{action}: the batch exceeds the lag bound"
             for group in stale:
-                assert any(t.newest >= self.floor for t in group.members), "nothing to train"
+                assert any(t.newest >= self.floor for t in group.members), (
+                    "a group has no token that may be trained"
+                )
         assert action.mask_before == (self.floor if stale else None), action
         left_behind = [g for g in self.complete_groups() if g not in groups]
         taken = max((g.oldest, g.started or 0) for g in groups)
         for group in left_behind:
             fully_masked = all(t.newest < self.floor for t in group.members)
             assert fully_masked or (group.oldest, group.started or 0) > taken, (
-                "oldest complete groups first"
+                "an older complete group was left out of the batch"
             )
         for group in groups:
             group.step = action.step
@@ -451,9 +459,9 @@ class Oracle:
     def _allow(self, action: ev.AllowUpdate, previous: ev.Action | None) -> None:
         assert action.number == self.update and not self.allowed, action
         if self.config.weight_update == "in_flight":
-            assert isinstance(previous, ev.PauseEngines), "allowed without a pause"
+            assert isinstance(previous, ev.PauseEngines), "an update was allowed without a pause"
         if self.config.weight_update == "boundary" or self.config.boundary != "continue":
-            assert not self.running(), "an update while requests run"
+            assert not self.running(), "an update was allowed while requests run"
         self.allowed = True
 
     # ------------------------------------------------------------ after every event
@@ -461,11 +469,13 @@ class Oracle:
     def _after(self, event: ev.Event) -> None:
         config = self.config
         for group in self.live.values():
-            assert not any(t.state == "finished" for t in group.members), "not scored"
+            assert not any(t.state == "finished" for t in group.members), (
+                "a finished trajectory was not sent to the scorer"
+            )
             if group.dropped:
                 for t in group.members:
                     on_its_way = (t.state == "running" and t.aborted) or t.state == "scoring"
-                    assert t.state == "dropped" or on_its_way, "half a group was dropped"
+                    assert t.state == "dropped" or on_its_way, "only a part of a group was dropped"
             elif config.on_stale != "mask" and group.step is None and group.oldest != -1:
                 for t in group.members:
                     leaving = (t.state == "running" and t.aborted) or t.state == "scoring"
@@ -474,7 +484,9 @@ class Oracle:
         emitted = not config.overlap and self.next_step > self.version.number
         preparing = self.update is not None and not self.allowed
         if (emitted or preparing) and config.boundary == "abort":
-            assert all(t.aborted for t in self.running()), "early termination left one running"
+            assert all(t.aborted for t in self.running()), (
+                "early termination left a request running"
+            )
         self._slots_full(emitted)
 
     def _slots_full(self, training: bool) -> None:
@@ -501,4 +513,6 @@ class Oracle:
         if not unlimited or self.held_back():
             return
         assert not waiting, "slots are free, but new groups wait"
-        assert self.prompts_outstanding or self.exhausted, "slots are free, no prompts asked for"
+        assert self.prompts_outstanding or self.exhausted, (
+            "slots are free, but no prompts were requested"
+        )

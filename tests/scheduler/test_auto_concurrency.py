@@ -1,6 +1,6 @@
-"""`concurrency: auto`: what makes it move.
+"""Tests when `concurrency: auto` changes N', the limit of concurrent requests.
 
-Its throughput, with every schedule's own costs: tests/simulate/test_auto_concurrency.py.
+tests/simulate/test_auto_concurrency.py tests its throughput with the costs of every schedule.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.scheduler.script import Script
 
 
 class Loop:
-    """Drives an `auto` loop with complete windows, each after settling and at a chosen rate."""
+    """Driver of an `auto` loop: complete windows, each after settling and at a chosen rate."""
 
     def __init__(self, groups: int = 4, size: int = 4) -> None:
         self.state = auto.start(groups, size, 100)
@@ -72,9 +72,10 @@ def test_auto_reverts_a_doubling_that_does_not_pay_and_tries_both_sides() -> Non
     loop = Loop()
     loop.window(1000)
     loop.window(1500)
-    assert loop.window(1505) == 45  # 64 was no better than 32: up by sqrt(2) only
-    assert loop.window(1505) == 23  # nor was that: down
-    assert loop.window(1400) == 32  # that costs: rest at the best
+    # N' = 64 was not faster than 32, so the next trial is only sqrt(2) above 32.
+    assert loop.window(1505) == 45
+    assert loop.window(1505) == 23  # N' = 45 was not faster either, so the next trial is below 32.
+    assert loop.window(1400) == 32  # N' = 23 is slower, so the loop stays at the best value.
     assert loop.state.resting == auto.REST_WINDOWS
 
 
@@ -83,7 +84,8 @@ def test_auto_does_not_accumulate_small_losses() -> None:
     loop.state = replace(loop.state, best=256, best_rate=1000.0, step=-auto.FINE, refused=1)
     loop.state = replace(loop.state, limit=181)
     assert loop.window(993) == 128
-    assert loop.window(985) == 181  # 0.8 % below the last, but 1.5 % below the best known
+    # The rate is 0.8 % below the last rate, but 1.5 % below the best known rate.
+    assert loop.window(985) == 181
     assert loop.state.best == 181
 
 
@@ -109,14 +111,15 @@ def test_auto_raises_concurrency_when_load_reports_miss_short_responses() -> Non
 
 
 def test_auto_trial_stays_near_the_capacity_of_the_kv_cache() -> None:
-    assert Loop(16, 8).window(1000, usage=0.8) == 200  # it would be full at 160
+    assert Loop(16, 8).window(1000, usage=0.8) == 200  # The cache would be full at N' = 160.
     assert Loop(16, 8).window(1000, usage=1.0) == 160
 
 
 def test_auto_remembers_a_ceiling_after_preemptions() -> None:
     loop = Loop(16, 8)
     assert loop.window(1000) == 256
-    assert loop.window(1500, preemptions=100, reports=3) == 128  # a faster window, but a storm
+    # The window is faster, but has a storm of preemptions.
+    assert loop.window(1500, preemptions=100, reports=3) == 128
     assert loop.state.ceiling == 256
     for _ in range(auto.REST_WINDOWS):
         loop.window(1000)

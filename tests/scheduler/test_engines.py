@@ -25,7 +25,7 @@ def test_placement_keeps_groups_together_and_spreads_them() -> None:
 def test_placement_leaves_the_groups_engine_when_it_is_overloaded() -> None:
     """A resumed member leaves the engine of its group if that engine has far more tokens."""
     run = Script("copris", engines="ab", concurrency=4)
-    run.prompts(2)  # group 0 on a, group 1 on b
+    run.prompts(2)  # Group 0 runs on engine a, group 1 on engine b.
     run.tokens(1, count=500)
     assert run.send(ev.Aborted(0)) == [ev.Submit(0, "b", False)]
 

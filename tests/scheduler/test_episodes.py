@@ -62,7 +62,7 @@ def test_episode_rules_hold_in_thousands_of_random_worlds(
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_long_runs_with_all_failures_at_once(name: str) -> None:
+def test_episode_rules_hold_in_long_runs_with_all_failures_at_once(name: str) -> None:
     weather = EpisodeWeather(
         engines=3,
         engine_failures=0.01,
@@ -125,7 +125,7 @@ def test_next_turn_prefers_the_engine_of_the_last_turn() -> None:
     assert s.step(ev.EnvironmentReady(2, 50)) == [ev.Submit(2, "b", False)]
     s.step(ev.TokensArrived(0, 10, 0))
     s.step(ev.TurnEnded(0))
-    s.step(ev.EnvironmentReady(1, 30))  # on a, which is empty now
+    s.step(ev.EnvironmentReady(1, 30))  # The turn runs on engine a, which is empty now.
     assert s.step(ev.EnvironmentReady(0, 70)) == [ev.Submit(0, "a", True)]
     s.step(ev.TokensArrived(0, 10, 0))
     s.step(ev.TurnEnded(0))

@@ -55,7 +55,7 @@ def test_golden_records_contain_every_event_and_action_of_live_runs() -> None:
     seen: set[type] = set()
     for name in (*PRESETS, EPISODES):
         header, exchanges = read_record(path_of(name))
-        assert header.version.lineage == 1  # after a resume
+        assert header.version.lineage == 1  # The record starts after a resume.
         for exchange in exchanges:
             seen |= {type(exchange.event), *map(type, exchange.actions)}
     everything = {*typing.get_args(ev.Event), *typing.get_args(ev.Action)}

@@ -26,7 +26,7 @@ def recorded_one_by_one(
     config: ScheduleConfig, seed: int
 ) -> list[tuple[ev.Event, list[ev.Action]]]:
     """Random run in which sometimes all aborted requests end directly one after the other."""
-    world = World(config, Weather(engines=0), seed)  # engines come when all is recorded
+    world = World(config, Weather(engines=0), seed)  # Engines come up once recording has started.
     record: list[tuple[ev.Event, list[ev.Action]]] = []
     step = world.scheduler.step
 
@@ -93,7 +93,7 @@ def test_many_aborted_equals_single_events(name: str) -> None:
         assert at_once.view() == singly.view()
         sizes = [len(event.requests) for event in events if isinstance(event, ev.ManyAborted)]
         largest = max(largest, *sizes)
-    assert largest > 3, "hardly anything ended together: nothing is tested"
+    assert largest > 3, "too few requests ended together for a meaningful test"
 
 
 def test_many_aborted_ignores_unknown_and_ended_requests() -> None:

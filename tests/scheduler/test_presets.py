@@ -36,7 +36,7 @@ class TestCopris:
         assert not run.of(ev.AllowUpdate)
         run.send(ev.Aborted(21))
         assert run.emitted == [ev.AllowUpdate(1)]
-        run.prompts(1)  # asked for before; it waits as well
+        run.prompts(1)  # The group was requested before the update; it waits as well.
         run.publish(1)
         assert run.emitted == [
             ev.Submit(20, "a", True),
@@ -79,14 +79,15 @@ class TestPipeline:
         run.prompts(2)
         run.send(ev.BatchTaken(0))
         assert run.send(ev.UpdateRequested(1)) == [ev.PauseEngines("in_place"), ev.AllowUpdate(1)]
-        assert run.finish(20) == [ev.Score(20)]  # reported late: its slot is filled afterwards
+        # The end is reported late; the free slot is filled afterwards.
+        assert run.finish(20) == [ev.Score(20)]
         emitted = run.publish(1)
         assert emitted[0] == ev.ResumeEngines()
 
     def test_drop_oldest_drops_the_oldest_group_when_too_many_wait(self) -> None:
         run = Script("pipeline", max_waiting_batches=1, overflow="drop_oldest")
         run.prompts(3)
-        run.finish(0, 1, 10, 11)  # batch 0, not taken
+        run.finish(0, 1, 10, 11)  # These groups are batch 0, which the trainer has not received.
         run.prompts(2)
         run.finish(20, 21)
         assert not run.of(ev.Drop)
@@ -111,7 +112,7 @@ class TestAsync:
 
 
 class TestBackPressure:
-    """Finished groups that wait for a score, a batch or the trainer prevent new groups."""
+    """Tests that groups which wait for a score, a batch or the trainer prevent new groups."""
 
     def test_restarted_members_do_not_count_as_finished(self) -> None:
         run = Script(
@@ -158,7 +159,7 @@ def test_on_stale_drop_drops_a_stale_group_and_counts_it() -> None:
 
 def test_on_stale_wait_delays_the_batch_for_a_stale_group() -> None:
     run = overtaken("wait")
-    assert not run.of(ev.EmitBatch)  # batch 1 would leave group 0 behind
+    assert not run.of(ev.EmitBatch)  # Batch 1 would leave group 0 behind.
     run.send(ev.Finished(0), ev.Finished(1), ev.RewardReady(0, 1.0), ev.RewardReady(1, 0.0))
     assert run.of(ev.EmitBatch) == [ev.EmitBatch(1, (0,))]
 
@@ -178,7 +179,7 @@ def test_aborted_request_without_tokens_gets_the_version_of_its_next_start() -> 
     run = Script("copris", max_async_level=1, on_stale="drop", concurrency=4, groups_per_batch=1)
     run.prompts(2)
     run.finish(0, 1)
-    run.abort_acknowledged()  # 10 and 11 were queued in the engine
+    run.abort_acknowledged()  # Requests 10 and 11 were queued in the engine.
     run.send(ev.UpdateRequested(1))
     run.publish(1)
     assert run.submitted() == [10, 11]

@@ -66,7 +66,7 @@ def test_any_composed_policy_keeps_every_rule(
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_long_runs_with_all_failures_at_once(name: str) -> None:
+def test_presets_keep_every_rule_in_long_runs_with_all_failures_at_once(name: str) -> None:
     weather = Weather(
         engines=3, engine_failures=0.01, spontaneous_aborts=0.05, scorer_failures=0.03
     )

@@ -1,6 +1,7 @@
-"""A recorded run replays to the same actions; a changed scheduler shows the first that differs.
+"""Tests that a record replays to the same actions, and that a replay shows the first difference.
 
-Record files have names in the order of the run, none twice, and hold a bounded part of it.
+The names of record files are unique and in the order of the run. The files contain a bounded part
+of the run.
 """
 
 from __future__ import annotations
@@ -193,7 +194,8 @@ def failed_record(path: Path) -> None:
             recorder.step(scheduler, event)
         with pytest.raises(KeyError):
             recorder.step(scheduler, ev.RewardReady(0, 1.0))
-        assert path.read_text().endswith('"a":[["Raised","KeyError(0)"]]}\n')  # flushed
+        # The line was flushed.
+        assert path.read_text().endswith('"a":[["Raised","KeyError(0)"]]}\n')
         recorder.step(scheduler, ev.Finished(1))
 
 
@@ -393,7 +395,8 @@ def test_record_files_of_all_lineages_stay_within_the_limit(tmp_path: Path) -> N
                 most = max(most, sum(sizes))
         world.recorder.close()
         snapshot = max(len(path.open().readline()) for path in record_files(tmp_path).values())
-        assert limit / 2 < most <= limit + snapshot + 1000  # and the event that ended a file
+        # The last term allows for the event that ended a file.
+        assert limit / 2 < most <= limit + snapshot + 1000
     assert {key.lineage for key in record_files(tmp_path)} == {2}, "the oldest went first"
 
 

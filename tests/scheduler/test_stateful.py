@@ -1,7 +1,7 @@
-"""The same world as a hypothesis state machine: a failing order of events is shrunk to a short one.
+"""Tests the world of `world.py` as a Hypothesis state machine, which shrinks failing event orders.
 
-Each rule is one thing that may happen; the oracle checks after every event, and at the end the
-world, calm again, must make two more steps.
+Each rule of the machine is one event that may happen. The oracle checks every event. At the end
+there are no more failures, and the trainer must make two more steps.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class World:
     def start(self, step: int, version: PolicyVersion) -> None:
         """Start a new scheduler, which only gets the groups that `recover` sends."""
         self.version = version
-        self.trainer: int | None = None  # the step it works on
+        self.trainer: int | None = None  # Step that the trainer works on.
         self.engine_versions: dict[str, PolicyVersion] = {}
         self.late: dict[int, int] = {}
         self.oracle = self.new_oracle(step, version)
@@ -190,9 +190,10 @@ class World:
         one."""
         names = [f"e{i}" for i in range(self.weather.engines)]
         missing = [name for name in names if name not in self.engine_versions]
-        if not missing:  # they have come up all at once
+        if not missing:  # No engine is missing if all came up at once.
             return
-        if len(missing) > 1 and self.random.random() < 0.5:  # all at once, as after a restart
+        # All engines come up at once, as after a restart.
+        if len(missing) > 1 and self.random.random() < 0.5:
             self.engine_versions |= dict.fromkeys(missing, self.version)
             most = self.weather.max_running
             up = tuple(ev.EngineUp(name, self.version, 1000, most) for name in missing)
