@@ -81,7 +81,7 @@ _rope_changes = st.tuples(
 
 @fuzzed(350)
 @given(st.sampled_from(sorted(CONFIGS)), _changes, st.none() | _rope_changes)
-def test_fuzz_changed_keys(
+def test_fuzzed_config_json_is_accepted_or_refused_when_keys_change(
     folders: dict[str, Path], family: str, changes: dict[str, str | None], rope: Any
 ) -> None:
     config = CONFIGS[family]
@@ -100,7 +100,9 @@ def test_fuzz_changed_keys(
 
 @fuzzed(150)
 @given(st.sampled_from(sorted(CONFIGS)), st.data())
-def test_fuzz_damaged_bytes(folders: dict[str, Path], family: str, data: st.DataObject) -> None:
+def test_fuzzed_config_json_is_accepted_or_refused_when_bytes_change(
+    folders: dict[str, Path], family: str, data: st.DataObject
+) -> None:
     """Calls all checks of the command `train`."""
     folder = folders[family]
     undamaged = json.dumps(CONFIGS[family], indent=1).encode()

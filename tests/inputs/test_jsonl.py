@@ -70,14 +70,16 @@ def _assert_equals_file(file: Path) -> None:
 
 @fuzzed(400)
 @given(_files)
-def test_fuzz_files(file: Path, content: bytes) -> None:
+def test_fuzzed_problem_file_is_read_or_refused(file: Path, content: bytes) -> None:
     file.write_bytes(content)
     _assert_equals_file(file)
 
 
 @fuzzed(150)
 @given(st.data())
-def test_fuzz_damaged_bytes(file: Path, data: st.DataObject) -> None:
+def test_fuzzed_problem_file_is_read_or_refused_when_bytes_change(
+    file: Path, data: st.DataObject
+) -> None:
     rows = [{"prompt": f"What is {i} + 1?", "answer": i + 1, "priority": i} for i in range(3)]
     undamaged = "\n".join(json.dumps(row) for row in rows) + "\n"
     file.write_bytes(data.draw(damaged(undamaged.encode())))

@@ -60,7 +60,7 @@ def _with_header(text: bytes, data: bytes) -> bytes:
 
 @fuzzed(150)
 @given(st.data())
-def test_fuzz_damaged_bytes(
+def test_fuzzed_weights_are_readable_or_refused_when_bytes_change(
     undamaged: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     folder = _scratch(undamaged, tmp_path_factory)
@@ -71,7 +71,7 @@ def test_fuzz_damaged_bytes(
 
 @fuzzed(250)
 @given(st.data())
-def test_fuzz_changed_headers(
+def test_fuzzed_weights_are_readable_or_refused_when_header_fields_change(
     undamaged: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """Changes fields of a header and keeps the bytes after the header."""
@@ -104,7 +104,7 @@ def test_fuzz_changed_headers(
 
 @fuzzed(150)
 @given(st.data())
-def test_fuzz_changed_indexes(
+def test_fuzzed_weights_are_readable_or_refused_when_the_index_changes(
     undamaged: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     folder = _scratch(undamaged, tmp_path_factory)

@@ -67,7 +67,9 @@ def _nested(name: str, value: str) -> str:
 
 @fuzzed(150)
 @given(st.dictionaries(_names, _yaml_values, min_size=1, max_size=3))
-def test_fuzz_values_in_a_file(file: Path, values: dict[str, str]) -> None:
+def test_fuzzed_settings_of_a_file_are_refused_or_survive_a_round_trip(
+    file: Path, values: dict[str, str]
+) -> None:
     text = "\n".join(_nested(name, value) for name, value in values.items())
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
     _assert_round_trip(accepted(lambda: load_config(file)))
@@ -75,14 +77,18 @@ def test_fuzz_values_in_a_file(file: Path, values: dict[str, str]) -> None:
 
 @fuzzed(100)
 @given(st.lists(st.builds("{}={}".format, _names, _yaml_values) | st.text(max_size=9), max_size=3))
-def test_fuzz_overrides(file: Path, overrides: list[str]) -> None:
+def test_fuzzed_overrides_are_refused_or_survive_a_round_trip(
+    file: Path, overrides: list[str]
+) -> None:
     file.write_text("name: x\n")
     _assert_round_trip(accepted(lambda: load_config(file, overrides)))
 
 
 @fuzzed(50)
 @given(st.data())
-def test_fuzz_damaged_bytes(file: Path, data: st.DataObject) -> None:
+def test_fuzzed_settings_file_is_refused_or_read_when_bytes_change(
+    file: Path, data: st.DataObject
+) -> None:
     undamaged = (CONFIGS / "quickstart.yaml").read_bytes()
     file.write_bytes(data.draw(damaged(undamaged)))
     _assert_round_trip(accepted(lambda: load_config(file)))
@@ -90,7 +96,9 @@ def test_fuzz_damaged_bytes(file: Path, data: st.DataObject) -> None:
 
 @fuzzed(60)
 @given(st.data())
-def test_fuzz_cost_models(file: Path, data: st.DataObject) -> None:
+def test_fuzzed_cost_model_is_refused_or_read_when_bytes_change(
+    file: Path, data: st.DataObject
+) -> None:
     undamaged = next((CONFIGS / "simulate" / "engines").glob("*.yaml")).read_bytes()
     file.write_bytes(data.draw(damaged(undamaged)))
     accepted(lambda: read_engine_costs(file))

@@ -17,7 +17,7 @@ MODULES = sorted(path.name for path in FOLDER.glob("test_*.py"))
 @pytest.mark.slow
 @pytest.mark.one_core
 @pytest.mark.parametrize("module", MODULES)
-def test_interpreted(module: str) -> None:
+def test_interpreted_kernels_pass_the_tests_of_module(module: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     finished = subprocess.run(
