@@ -1,4 +1,4 @@
-"""Tests, and the crash test, whose runs load modules of this package.
+"""Contains the tests of the project, and helper modules that child processes of runs import.
 
 Child processes of a run do not import from the working directory. Therefore this module adds the
 root of the repository to PYTHONPATH.

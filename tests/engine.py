@@ -165,7 +165,7 @@ def logprobs_of(chunks: list[TokenChunk]) -> FloatArray:
 
 
 def reference_logprobs(model: Any, ids: list[int], temperature: float = 1.0) -> FloatArray:
-    """log p(ids[t] | ids[:t]) for t = 1..n-1 by transformers in float32, [n - 1]."""
+    """Return log p(ids[t] | ids[:t]) for t = 1..n-1 by transformers in float32, [n - 1]."""
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, :-1].float() / temperature
     picked = torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[1:])[:, None])

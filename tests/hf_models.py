@@ -100,7 +100,7 @@ EXPERT_CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def build_hf_model(case: str, seed: int = 0, **overrides: Any) -> Any:
-    """A random model in float32; biases and norm weights are random too."""
+    """Build a random model in float32; biases and norm weights are random too."""
     module_name, class_name, settings = {**CASES, **EXPERT_CASES, **OWN_CASES}[case]
     folder = module_name
     config_module = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")

@@ -37,7 +37,7 @@ from tests.worlds import legal_layouts, world
 CASES_IN_CI, CASES_A_LAUNCH = 8, 8
 MAX_WORLD = int(os.environ.get("LAYOUT_RANKS", 4))
 COUNT = int(os.environ.get("LAYOUT_CASES", CASES_IN_CI))
-# The first seed whose CASES_IN_CI cases detect everything that `defects` names.
+# This is the first seed whose CASES_IN_CI cases detect everything that `defects` names.
 SEED = int(os.environ.get("LAYOUT_SEED", 52))
 SECONDS_A_CASE = 40  # Time limit of a case; a launch that exceeds its cases' limits is ended.
 
@@ -48,7 +48,7 @@ State = dict[str, dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Setup:
-    """How a case's trainer is set up: its layout, its optimizer, and the size of Megatron's
+    """Setup of a case's trainer: its layout, its optimizer, and the size of Megatron's
     buckets.
 
     On a GPU a model has many gradient buckets, on a CPU only one unless `bucket` sets their size.

@@ -204,7 +204,7 @@ def test_check_manifests_ignores_damage_older_than_an_intact_checkpoint(tmp_path
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL."""
+    """Exception that stands for SIGKILL."""
 
 
 @pytest.mark.parametrize("steps", range(4))

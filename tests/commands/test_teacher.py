@@ -105,7 +105,7 @@ def test_teacher_gets_five_requests_a_prompt_and_correct_replies_are_kept(
     assert (found.sft.batches, found.sft.examples) == (
         12,
         16,
-    )  # 3 epochs of 16 examples, 4 in a batch.
+    )  # There are 3 epochs of 16 examples, in batches of 4.
     task = build_task(found.task, str(tmp_path))
     examples = task.worked_examples(found.sft.examples, found.sft.file())
     assert len(examples) == 16

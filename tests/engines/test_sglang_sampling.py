@@ -20,7 +20,7 @@ def test_in_two_draws_draws_each_token_with_its_probability() -> None:
     assert ids_S.shape == (draws,)
     counts_V = torch.bincount(ids_S, minlength=50)
     chi_square = ((counts_V - draws * probs_V) ** 2 / (draws * probs_V)).sum()
-    assert chi_square < 85  # 49 degrees of freedom: p = 0.001
+    assert chi_square < 85  # The probability of more is 0.001 for 49 degrees of freedom.
 
 
 def test_in_two_draws_uses_a_separate_distribution_per_row() -> None:
@@ -57,7 +57,7 @@ def test_in_two_draws_draws_rare_tokens_of_a_large_vocabulary_often_enough() -> 
     few_V[:1000] = 2e-8
     ids_S = torch.cat([in_two_draws(must_not_be_called, few_V.expand(500, -1)) for _ in range(40)])
     assert (ids_S < 1000).float().mean().item() == pytest.approx(2 / 151, abs=0.003)
-    assert len(ids_S.unique()) > 17_000  # of 20,000 draws from 150,000
+    assert len(ids_S.unique()) > 17_000  # There are 20,000 draws from 150,000 tokens.
     assert (
         in_two_draws(must_not_be_called, probs_V.expand(500, -1)) == 70_000
     ).float().mean() > 0.98

@@ -1,4 +1,4 @@
-"""Agents for tests, named by their behavior; the programs do not import this project."""
+"""Provides agents for tests, named by their behavior; the programs do not import this project."""
 
 from __future__ import annotations
 

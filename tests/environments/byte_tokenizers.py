@@ -1,4 +1,4 @@
-"""Tokenizers whose tokens may hold only part of a character, built without network access."""
+"""Provides tokenizers, built without a network, whose tokens may contain a part of a character."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments for tests, named by their behavior."""
+"""Provides environments for tests, named by their behavior."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_async.environments import Answer, Step
 
 
 class Count:
-    """Counts responses up to a number that the seed determines; the file `log` gets every call."""
+    """Game that counts responses up to a number from the seed, and writes every call to `log`."""
 
     def __init__(self, turns: int = 3, log: str = "", seconds: float = 0.0) -> None:
         self._turns, self._log, self._seconds = turns, log, seconds
@@ -74,7 +74,7 @@ class SlowSometimes(Count):
 
 
 class Hostile(Count):
-    """Raises in the first turn for every second seed, or for every seed with `always`."""
+    """Game that raises in the first turn for every second seed, or for every seed with `always`."""
 
     def __init__(self, always: bool = False) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class RaisesInRestore(KeptCount):
 
 
 class Unlike(Count):
-    """Opens every episode with another random text."""
+    """Game that opens every episode with another random text."""
 
     def reset(self, seed: int, **row: Any) -> str:
         super().reset(seed)
@@ -100,7 +100,7 @@ class Unlike(Count):
 
 
 class TrulyRandom(Count):
-    """Sends other observations when it is replayed."""
+    """Game that sends other observations when it is replayed."""
 
     def step(self, answer: Answer) -> Step:
         step = super().step(answer)
@@ -112,7 +112,7 @@ def rows_of(log: Path) -> list[list[Any]]:
 
 
 class Talkative(Count):
-    """Sends observations of all kinds: several, empty and long messages, and template marks.
+    """Game that sends all kinds of observations: several, empty and long messages, template marks.
 
     `roles` are the roles of messages that the model's chat template can render.
     """

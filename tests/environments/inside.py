@@ -1,4 +1,4 @@
-"""A process backend whose objects are in the test's process, and die when the test says so."""
+"""Provides a process backend whose objects are in the test's process and die on command."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class InProcessObject:
 
 
 class InProcessBackend:
-    """Implements the methods of `ProcessBackend` that the product calls."""
+    """Backend with the methods of `ProcessBackend` that the product calls."""
 
     address, one_machine = "inside:", True
 

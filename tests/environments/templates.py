@@ -1,4 +1,4 @@
-"""Chat templates and special tokens of real model families, over a tokenizer of characters."""
+"""Provides chat templates and special tokens of real model families, over a character tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents' episodes in a worker: real programs with the real OpenAI SDK, and a scripted policy.
+"""Tests agents' episodes in a worker: real programs, the real OpenAI SDK, and a scripted policy.
 
 Some programs make calls, conversations and ends that no careful program would make.
 """

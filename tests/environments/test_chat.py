@@ -1,4 +1,4 @@
-"""Requests as the OpenAI SDK sends them, and replies in the form that its types require."""
+"""Tests requests as the OpenAI SDK sends them, and replies in the form that its types require."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trial episode before a run refuses broken environments, and has notices for odd ones."""
+"""Tests that the trial episode before a run refuses broken environments and reports odd ones."""
 
 from __future__ import annotations
 

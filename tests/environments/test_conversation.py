@@ -1,4 +1,5 @@
-"""Tokens that turns add to a branch: those of the chat template, and the policy's unchanged."""
+"""Tests the tokens that turns add to a branch: the chat template's tokens, and the policy's tokens
+unchanged."""
 
 from __future__ import annotations
 

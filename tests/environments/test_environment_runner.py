@@ -1,4 +1,4 @@
-"""Calls of users' environments, with `step` or with tools, and everything that user code does."""
+"""Tests calls of users' environments, with `step` or with tools, and the faults of user code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway's API keys and limits, and clients that misbehave."""
+"""Tests the gateway's API keys and limits, and clients that misbehave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The turn that an agent's call continues, against a matcher that compares lists of messages."""
+"""Tests which turn an agent's call continues, against a matcher that compares lists of messages."""
 
 from __future__ import annotations
 

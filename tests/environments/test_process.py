@@ -1,4 +1,4 @@
-"""Environments in a real worker process, which their code blocks, kills or fills."""
+"""Tests environments in a real worker process, whose code blocks, kills or fills the process."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def payload(how: str) -> dict[str, Any]:
 
 
 class Player:
-    """Plays episodes as a run does, with made-up responses."""
+    """Client of a worker that plays episodes as a run does, with made-up responses."""
 
     def __init__(self, villains: Workers) -> None:
         self.sessions = EpisodeSessions(villains.workers)

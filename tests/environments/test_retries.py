@@ -1,6 +1,6 @@
-"""Retries of clients that close their connection and call again, over raw sockets.
+"""Tests retries of clients that close their connection and call again, over raw sockets.
 
-The test determines the order in which the gateway sees requests and closed connections.
+Each test determines the order in which the gateway sees requests and closed connections.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tools as they are described to a policy, and the calls that a policy writes."""
+"""Tests how tools are described to a policy, and the calls that a policy writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Calls of workers that die are repeated; the last attempt has the worker exclusively."""
+"""Tests that calls of workers which die are repeated, and that the last attempt has the worker
+exclusively."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An environment that misbehaves in its second turn, in the manner that the row's `how` names.
+"""Provides an environment that misbehaves in its second turn, as the row's column `how` names.
 
 Without `how`, the seed chooses it. The folder `marker` records misbehavior that happens only once.
 """

@@ -1,4 +1,4 @@
-"""Logs of child processes: limited in size, with the newest output kept."""
+"""Tests that logs of child processes have a limited size and keep the newest output."""
 
 from __future__ import annotations
 

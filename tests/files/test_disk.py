@@ -1,4 +1,5 @@
-"""Writes to disks that are full, read-only or failing: one clear message, nothing half-written."""
+"""Tests writes to full, read-only and failing disks: each gives one clear message and leaves no
+incomplete file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""File locks: they name their holder, and end with its process or with the last share."""
+"""Tests that a file lock names its holder, and ends with the holder's process or the last share."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_file_lock_is_released_when_a_forked_child_has_its_descriptor(tmp_path: 
     child = os.fork()
     if child == 0:
         os.close(end)
-        os.read(go_on, 1)  # returns when the parent closes its end
+        os.read(go_on, 1)  # The read returns when the parent closes its end.
         os._exit(0)
     try:
         lock.close()

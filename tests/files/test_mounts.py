@@ -1,4 +1,5 @@
-"""Kind of file system of a path, also in a chroot, whose mount table lacks the root."""
+"""Tests the detection of a path's kind of file system, also in a chroot whose mount table lacks
+the root."""
 
 from __future__ import annotations
 

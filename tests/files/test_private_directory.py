@@ -1,4 +1,4 @@
-"""Private directories below /tmp, and the directories for a child process's temporary files."""
+"""Tests private directories below /tmp, and directories for temporary files of child processes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Tests settings that are derived from the machine and the model: GPU machines get derived values
-for settings that nobody has set; a laptop keeps the defaults."""
+for settings that the user has not set; a laptop keeps the defaults."""
 
 from __future__ import annotations
 

@@ -124,7 +124,8 @@ def test_setup_installs_the_requirements_of_the_selected_flavor_once(
         "setup_env.sh",
         MEGATRON_ASYNC_FLAVOR=flavor,
         MEGATRON_ASYNC_PYTHON=sys.executable,
-        **{"CODE_--disable-pip-version-check": "0"},  # exit code of the stand-in for every pip call
+        # Exit code of the stand-in for every call of pip.
+        **{"CODE_--disable-pip-version-check": "0"},
     )
     installed = {word for call in machine.calls("python") for word in call.arguments}
     files = {Path(word).name for word in installed if "requirements" in word}

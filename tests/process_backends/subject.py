@@ -1,4 +1,7 @@
-"""The remote object of these tests and, as a program, a caller of it in a separate process."""
+"""Provides the remote object of these tests.
+
+As a program, the module calls the object from a separate process.
+"""
 
 from __future__ import annotations
 

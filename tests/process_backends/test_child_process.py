@@ -1,4 +1,4 @@
-"""Child processes end with their descendants and their starter, and import no file of the user."""
+"""Tests that child processes end with their descendants and starter, and import no user file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of process backends, tested for local processes and for Ray actors."""
+"""Tests the contract of process backends for local processes and for Ray actors."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_method_continues_when_its_call_times_out(suite: Suite, tmp_path: Path) 
             calls(remote, lambda one, file=file: one.write_after(2.0, file), 0.5)[number]()
         assert time.monotonic() - began < 1.9
         late = remote.call_blocking(lambda one: one.echo(7), limit=LIMIT)
-        assert late == 7, "a late reply does not go to another call"
+        assert late == 7, "another call got the late reply"
         until(file.exists, 20)
 
 

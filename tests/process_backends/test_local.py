@@ -1,4 +1,4 @@
-"""The local process backend: access to its sockets, its files, restarts and cleanup."""
+"""Tests the local process backend: access to its sockets, its files, restarts and cleanup."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_no_process_or_directory_remains_when_the_opener_is_killed(
     with local_backend(tmp_path) as backend:
         assert not left.exists() and directory_of(backend).exists()
         with local_backend(tmp_path):
-            assert directory_of(backend).exists(), "that of one who lives stays"
+            assert directory_of(backend).exists(), "the directory of a running process was removed"
 
 
 @pytest.mark.parametrize("what", ["socket", "directory"])

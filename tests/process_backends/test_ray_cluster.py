@@ -1,4 +1,5 @@
-"""Errors of Ray clusters that do not start or cannot be joined are one sentence, without output."""
+"""Tests that a Ray cluster which does not start or cannot be joined causes an error of one sentence
+and no other output."""
 
 from __future__ import annotations
 

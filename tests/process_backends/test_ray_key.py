@@ -1,4 +1,4 @@
-"""Only processes with the run's token can use its Ray, which listens on every interface."""
+"""Tests that only processes with the run's token can use Ray, which listens on every interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of Ray's server does not grow with the number of calls."""
+"""Tests that the memory of Ray's server does not grow with the number of calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An object started with `here` stays on its starter's node, also when Ray restarts it."""
+"""Tests that an object started with `here` stays on its starter's node, even if Ray restarts it."""
 
 from __future__ import annotations
 

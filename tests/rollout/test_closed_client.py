@@ -146,7 +146,8 @@ async def test_call_is_retried_when_its_kept_connection_was_reset() -> None:
     await client.flush_cache()
     for call in (client.flush_cache, client.version, client.resume):
         await call()
-        await client.version()  # leaves a kept connection, which the server resets at the next call
+        # The call leaves a kept connection, which the server resets at the next call.
+        await client.version()
     assert [name.split("?")[0] for name in forgetful.calls[:2]] == ["/flush_cache"] * 2
     with pytest.raises(EngineError, match="release_memory_occupation failed"):
         # This call is not retried, because SGLang fails if it has released its memory already.
@@ -174,12 +175,14 @@ async def test_request_is_retried_when_its_kept_connection_was_reset(
                 continue
             ids.append(body["rid"])
             news.set()
-            if writer in kept:  # the second request on a connection: reset all kept connections
+            # At the second request on a connection, all kept connections are reset.
+            if writer in kept:
                 for connection in kept:
                     connection.transport.abort()
                 return
             kept.append(writer)
-            while len(ids) < 3:  # so that the client opens three connections
+            # This wait makes the client open three connections.
+            while len(ids) < 3:
                 await asyncio.sleep(0.01)
             last = report(body["rid"], finish_reason={"type": "length"})
             event = b"data: " + orjson.dumps(last) + b"\n\n"

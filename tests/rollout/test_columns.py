@@ -83,7 +83,7 @@ def live_until_killed(folder: Path) -> None:
         await trainer.manager.checkpoint_finalized(0, 1, [])
         print(json.dumps({"position": position}), flush=True)
         with closing(StoreReader(folder / STORE_FILE)) as reader:
-            for step in itertools.count(1):  # after each batch another group may start
+            for step in itertools.count(1):  # After each batch another group may start.
                 await trainer.batch()
                 await trainer.publish(0, step + 1)
                 for _ in range(LENGTH):

@@ -181,7 +181,7 @@ async def test_engine_load_and_its_warnings_reach_the_trainer(
     batches.append(await trainer.batch())
     repeated = len((await trainer.publish(0, 2)).warnings)
     assert repeated == 0, "a warning was returned twice"
-    metrics = batches[1].extra_metrics  # the first batch may precede the first load report
+    metrics = batches[1].extra_metrics  # The first batch may precede the first load report.
     assert metrics["rollout/kv_usage"] == 0.75
     assert metrics["rollout/concurrency"] == 4
     seen = sum(batch.extra_metrics["rollout/preemptions"] for batch in batches)
@@ -357,7 +357,7 @@ async def test_score_starts_no_request_when_it_ends_while_the_driver_closes(tmp_
     next start."""
     assert await stop_under_scores(tmp_path, lambda: None) == []
     first, *others = [one.state for one in trajectories_in(tmp_path).values()]
-    assert first is TrajectoryState.RUNNING  # the next start treats it as partial
+    assert first is TrajectoryState.RUNNING  # The next start treats the trajectory as partial.
     assert set(others) == {TrajectoryState.FINISHED}
 
 

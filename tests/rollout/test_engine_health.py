@@ -41,7 +41,8 @@ async def test_engines_stay_in_service_when_they_were_idle_during_training(
     model = SimulatedEngineModel(mean_length=12, step_seconds=0.03, stream_interval=16)
     trainer = await trainer_of(tmp_path, config_of(preset), ModelEngines(model)).started()
     await trainer.batch()
-    await asyncio.sleep(1.5 * HANG_SECONDS)  # no request meanwhile, and the first chunk takes 0.5 s
+    # There is no request meanwhile, and the first chunk takes 0.5 s.
+    await asyncio.sleep(1.5 * HANG_SECONDS)
     await trainer.publish(0, 1)
     await trainer.batch()
     assert in_service(trainer) == (2, {})
@@ -130,7 +131,7 @@ async def test_engine_stays_in_service_when_it_ends_no_request_during_a_pause(
     addresses = await trainer.manager.begin_update(0, 1)
     task.proceed.set()
     task.fail = False
-    await asyncio.sleep(1.0)  # twice as long as ten tries of an abort take
+    await asyncio.sleep(1.0)  # Ten tries of an abort take half of this time.
     generation = trainer.manager._driver._generation
     assert any(request.abort_wanted for request in generation._requests.values())
     trainer.engines.all[0].set_weights(PolicyVersion(0, 1))
@@ -316,7 +317,7 @@ class Malfunctioning(SimulatedEngine):
 async def test_engine_is_removed_when_it_replies_but_does_not_work(
     tmp_path: Path, malfunction: dict[str, bool], why: str
 ) -> None:
-    config = config_of("copris", schedule={"groups_per_batch": 8})  # a step takes seconds
+    config = config_of("copris", schedule={"groups_per_batch": 8})  # A step takes seconds.
     trainer = await trainer_of(tmp_path, config, ModelEngines(MODEL, Malfunctioning)).started()
     await trainer.batch()
     for name, value in malfunction.items():

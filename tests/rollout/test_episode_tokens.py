@@ -81,8 +81,8 @@ def family_folder(folder: Path, family: str, tool: str = "") -> Path:
     if tool:
         form = CALLS[family][1]
         calls = [form % (tool, n) for n in range(25)]
-        calls += [form % ("nothing", n) for n in range(3)]  # no such tool
-        calls += [form % (tool, f"{n}}}") for n in range(3)]  # no JSON
+        calls += [form % ("nothing", n) for n in range(3)]  # There is no tool of this name.
+        calls += [form % (tool, f"{n}}}") for n in range(3)]  # The arguments are not valid JSON.
         tokenizer.add_tokens([AddedToken(call, normalized=False) for call in calls])
     tokenizer.save_pretrained(str(folder))
     return folder

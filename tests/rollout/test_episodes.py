@@ -156,7 +156,7 @@ async def test_engines_are_verified_when_prompts_of_episodes_have_no_tokens(
     """The simulated engine refuses a request without a token, as SGLang does."""
     weights = {"transport": "tensor", "verify": "every"}
     build_tiny_model(tmp_path / "model", seed=1, shape=SHAPE)
-    kind = {"kind": "sglang"}  # only so that engines are verified after an update
+    kind = {"kind": "sglang"}  # With this kind, engines are verified after an update.
     run_ = Run(tmp_path, configured(tmp_path / "model", weights=weights, engines=kind))
     await run_.manager.start()
     await run_.manager.attach(ResumePoint(0))
@@ -380,7 +380,7 @@ async def test_open_episodes_restart_from_scratch_when_resume_is_restart(
 
 
 @pytest.mark.parametrize("on_failure", ["regenerate", "zero", "drop"])
-async def test_only_its_own_episodes_are_lost_when_an_environment_raises(
+async def test_run_loses_only_the_episodes_whose_environment_raises(
     tmp_path: Path, tokenizer: Path, on_failure: str
 ) -> None:
     schedule = {"concurrency": 24, "max_regenerations": 1}

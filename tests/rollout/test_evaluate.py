@@ -149,9 +149,7 @@ def test_evaluation_sets_have_separate_settings_and_metrics() -> None:
     assert (by_length[7].temperature, by_length[7].top_p) == (0.6, 0.95)
     assert [sample["question"] for sample in found.samples()] == ["heldout 0"] + ["aime 0"] * 4
     assert found.samples()[0]["parts"] == {"part": 0.5}
-    assert found.samples()[0]["prompt"] == Sets().text([7, 0]), (
-        "the prompt is not that of the model"
-    )
+    assert found.samples()[0]["prompt"] == Sets().text([7, 0]), "the prompt is not the model's"
     assert (metrics["eval/reward_mean"], metrics["eval/reward_max"]) == (0.5, 1.0)
     assert (metrics["eval/temperature"], metrics["eval/aime/temperature"]) == (0.0, 0.6)
     assert "aime: accuracy 40.0 % (" in found.results[1].message()
@@ -239,7 +237,8 @@ def test_turn_is_left_out_of_an_evaluation_when_the_agent_never_got_it() -> None
     assert [m["content"] for m in conversation_of(found.turns)] == ["a", "0"]
 
 
-numbers = st.sampled_from([1, 7, 10, 71, 100, 101, 710])  # some start with the digits of others
+# Some numbers start with the digits of other numbers.
+numbers = st.sampled_from([1, 7, 10, 71, 100, 101, 710])
 keys = st.builds(RequestKey, st.integers(0, 9), numbers, numbers)
 
 

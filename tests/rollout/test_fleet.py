@@ -171,7 +171,7 @@ async def test_engine_is_not_restarted_for_a_trainer_when_both_are_lost(turns: i
     of the report."""
     it = Run(count=1, max_restarts=1)
     driver = await it.start()
-    await asyncio.sleep(0.01)  # the fleet waits for lost engines
+    await asyncio.sleep(0.01)  # The fleet waits for lost engines.
     it.lose_engine(0)
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -188,7 +188,7 @@ async def test_next_trainer_gets_a_new_client_when_the_old_one_was_closing() -> 
     [half_closed] = (await it.start()).engines
     it.launcher.closing.clear()
     it.lose_engine(0)
-    await asyncio.sleep(0.01)  # the fleet waits in the client's `close`
+    await asyncio.sleep(0.01)  # The fleet waits in the client's `close`.
     driver = it.next_trainer()
     await until(lambda: bool(driver.engines))
     assert half_closed not in driver.engines and names(driver) == ["engine0"]

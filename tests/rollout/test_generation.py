@@ -148,12 +148,12 @@ class Bench:
     async def one_request(self) -> Trajectory:
         """Run one request of the trajectory to its end and return the stored trajectory."""
         self.generation.submit(self.trajectory_id, self.tracked)
-        await asyncio.sleep(0)  # so that the request starts
+        await asyncio.sleep(0)  # The request starts during this await.
         (request,) = self.generation._requests.values()
         assert request.task is not None
         await asyncio.wait_for(asyncio.wait([request.task]), 10)
         if not request.task.cancelled() and (error := request.task.exception()) is not None:
-            raise error  # otherwise the error would be lost
+            raise error  # Without this, the error would be lost.
         return self.store.load_trajectory(self.trajectory_id)
 
     @property
@@ -342,7 +342,8 @@ async def test_refused_request_counts_against_its_prompt_only(tmp_path: Path) ->
     bench = Bench.of(tmp_path, config_of(), RequestRefused("too long"))
     stored = await bench.one_request()
     assert bench.outcomes == [ev.Refused(bench.trajectory_id)]
-    assert stored.state is TrajectoryState.PARTIAL  # until the scheduler drops its group
+    # The trajectory is partial until the scheduler drops its group.
+    assert stored.state is TrajectoryState.PARTIAL
     assert bench.refused == ["too long"]
     assert bench.suspected == bench.given_up == [] and bench.tracked.health.failed_prompts == set()
     await bench.store.close()
@@ -400,7 +401,7 @@ async def quiet(bench: Bench) -> TrackedEngine:
     while bench.statistics.counts.tokens < 1:
         await asyncio.sleep(0)
     while tracked.health.request_clock(2.0) == tracked.health.request_clock(1.0):
-        await asyncio.sleep(0)  # the request clock is stopped until the token is stored
+        await asyncio.sleep(0)  # The clock of the request is stopped until the token is stored.
     return tracked
 
 
@@ -434,7 +435,7 @@ async def test_request_is_cut_off_and_its_engine_kept_when_an_abort_is_ignored(
     assert "did not end the request" in bench.statistics.warnings["abort_ignored"]
     assert bench.given_up == bench.suspected == []
     engine = bench.tracked.client._client  # type: ignore[attr-defined]
-    assert engine.aborts == 1  # not repeated, because the engine accepted it
+    assert engine.aborts == 1  # The abort is not repeated, because the engine accepted it.
     await bench.store.close()
 
 
@@ -554,7 +555,7 @@ async def test_complete_response_is_finished_when_the_manager_died_before_its_en
     ended = group.trajectories[0].trajectory_id
     request = store.begin_request(ended)
     store.append(request, tokens, [-1.0] * len(tokens), V0, "engine0")
-    await store.close()  # tests/crash kills the process instead
+    await store.close()  # The tests in tests/crash kill the process instead.
 
     trainer = Trainer(tmp_path, config)
     await trainer.manager.start()

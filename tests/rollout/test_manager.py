@@ -98,7 +98,7 @@ async def test_resumed_run_continues_after_the_last_admitted_prompt(
     """No prompt is used twice and none is skipped, although prompts were admitted after the
     checkpoint."""
     read: list[range] = []
-    consumed: dict[int, dict[int, int]] = {}  # by step, on the surviving lineage
+    consumed: dict[int, dict[int, int]] = {}  # Prompts by step, on the surviving lineage.
     config = settings(preset)
 
     async def train(trainer: Trainer, lineage: int, steps: range) -> None:
@@ -112,7 +112,7 @@ async def test_resumed_run_continues_after_the_last_admitted_prompt(
     await trainer.manager.checkpoint_finalized(0, 3, [])
     await train(trainer, 0, range(3, 6))
     if lost == "everything":
-        await trainer.manager.stop()  # tests/crash kills the process instead
+        await trainer.manager.stop()  # The tests in tests/crash kill the process instead.
         trainer = Trainer(tmp_path, config, RecordingTask(read))
         await trainer.manager.start()
     await trainer.begin(ResumePoint(1, 3, parent=0, store_position=position))
@@ -168,7 +168,7 @@ async def test_restarted_manager_continues_at_the_step_of_the_trainer(
 ) -> None:
     first = await Trainer(tmp_path, settings("async")).started()
     trained = set((await first.batch()).trajectory_ids_S.tolist())
-    await first.manager.stop()  # tests/crash kills the process instead
+    await first.manager.stop()  # The tests in tests/crash kill the process instead.
 
     second = Trainer(tmp_path, settings("async"))
     await second.manager.start()
@@ -301,11 +301,12 @@ async def test_wait_for_a_batch_ends_at_once_when_its_session_ends(
     await manager.start()
     await manager.attach(ResumePoint(0))
     assert await manager.next_batch(0) is None
-    manager._driver._stale.clear()  # so that `next_batch` waits for a batch
+    # Without this, `next_batch` would return without waiting for a batch.
+    manager._driver._stale.clear()
     late = asyncio.create_task(manager.next_batch(0))
     await asyncio.sleep(0.05)
     await end(manager)
-    async with asyncio.timeout(1):  # trainer.wait_for_batch_seconds is 5
+    async with asyncio.timeout(1):  # This is less than trainer.wait_for_batch_seconds, which is 5.
         with pytest.raises(ComponentFailure, match=why):
             await late
     await manager.stop()

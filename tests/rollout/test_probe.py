@@ -86,7 +86,7 @@ async def test_sample_waits_when_the_engine_is_slow_but_makes_tokens() -> None:
     slow = SimulatedEngineModel(step_seconds=0.05, stream_interval=1)
     engine = SimulatedEngine("one", slow, VERSION)
     samples = await sample(engine, PROMPTS, SamplingConfig(), VERSION, 120, 0.3)
-    assert [len(one.token_ids) for one in samples] == [30] * 4  # 1.5 s
+    assert [len(one.token_ids) for one in samples] == [30] * 4  # The samples take 1.5 s.
     await engine.close()
 
 

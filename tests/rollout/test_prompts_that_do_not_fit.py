@@ -73,7 +73,7 @@ async def six_steps(folder: Path, lineage: int, refused: int) -> dict[str, str]:
     return warnings
 
 
-async def test_only_its_group_is_dropped_when_engines_refuse_a_prompt(tmp_path: Path) -> None:
+async def test_run_drops_only_the_group_of_a_prompt_that_engines_refuse(tmp_path: Path) -> None:
     """The group stays dropped when the run is resumed."""
     warnings = await six_steps(tmp_path, lineage=0, refused=4)
     assert list(warnings) == ["prompt_refused"]
@@ -83,12 +83,12 @@ async def test_only_its_group_is_dropped_when_engines_refuse_a_prompt(tmp_path: 
     assert dropped(tmp_path) == {3: {12, 13, 14, 15}}
 
 
-async def test_only_its_group_is_dropped_when_a_resumed_prompt_is_refused(
+async def test_run_drops_only_the_group_of_a_resumed_prompt_that_is_refused(
     tmp_path: Path,
 ) -> None:
     """Engines of the previous session accepted the prompt: two members of its group have tokens,
     two never ran."""
-    group = range(12, 16)  # of the fourth prompt
+    group = range(12, 16)  # Trajectories of the fourth prompt.
     model = SimulatedEngineModel(mean_length=10**9, step_seconds=0.002, stream_interval=4)
     config = config_of("copris", schedule={"concurrency": 14, "group_size": 4})
     trainer = await trainer_of(tmp_path, config, ModelEngines(model)).started()
@@ -162,7 +162,7 @@ class Dying(SimulatedEngine):
 def trainer_of_dying_engines(folder: Path, kind: type[Dying], group_size: int = 4) -> Trainer:
     model = SimulatedEngineModel(mean_length=100, step_seconds=0.002, stream_interval=4)
     batch = {"group_size": group_size, "groups_per_batch": 12 // group_size}
-    schedule = {"concurrency": 24, **batch}  # an engine dies before a batch is complete
+    schedule = {"concurrency": 24, **batch}  # An engine dies before a batch is complete.
     changes = {"engines": {"max_restarts": 8}, "schedule": schedule}
     return trainer_of(folder, config_of("copris", count=2, **changes), ModelEngines(model, kind))
 
@@ -219,7 +219,7 @@ class SomeTooLong(Fixed):
         return self._size, heldout
 
     def train_prompts(self, position: int, count: int) -> list[Prompt]:
-        if position >= self.read:  # false for the manager's probe prompts
+        if position >= self.read:  # The condition is false for the manager's probe prompts.
             self.read = position + count
         positions = [(position + i) % (self._size or 1000) for i in range(count)]
         lengths = [8 if number < self._too_long else 1 for number in positions]
@@ -238,7 +238,7 @@ def trainer_with(folder: Path, task: SomeTooLong) -> Trainer:
 async def test_too_long_prompts_are_skipped_until_one_fits(tmp_path: Path) -> None:
     """Any number may be skipped: in a file sorted by length all of them come in a row."""
     trainer = await trainer_with(tmp_path, SomeTooLong(size=150, too_long=140)).started()
-    for step in range(12):  # reaches the second epoch
+    for step in range(12):  # The steps reach the second epoch.
         batch = await trainer.batch()
         assert (batch.prompt_lengths_S == 3).all()
         await trainer.publish(0, step + 1)

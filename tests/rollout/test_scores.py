@@ -48,7 +48,8 @@ class Pooled(Fixed):
 def test_run_continues_and_counts_faults_when_rewards_fail(tmp_path: Path) -> None:
     names = ("scorer_that_hangs", "sleeps", "dies", "fails", "not_there")
     rewards = [{"name": f"{OWN}:{name}", "label": name, "timeout_seconds": 0.2} for name in names]
-    waits = {"trainer": {"wait_for_batch_seconds": 120}}  # scorer processes restart often
+    # Scorer processes restart often, so a batch may take long.
+    waits = {"trainer": {"wait_for_batch_seconds": 120}}
     config = build_config(merge(settings("copris").model_dump(), {"reward": rewards, **waits}))
     write_character_tokenizer(tmp_path)
     pool = LocalScorerPool(config.scorers, str(tmp_path))
@@ -75,7 +76,8 @@ def test_run_continues_and_counts_faults_when_rewards_fail(tmp_path: Path) -> No
     finally:
         pool.close()
     each = FAILING_STEPS * config.schedule.groups_per_batch * config.schedule.group_size
-    assert counts["rollout/scorer_timeouts"] >= 2 * each  # the hanging scorer and the sleeper
+    # The hanging scorer and the sleeping scorer exceed the limit.
+    assert counts["rollout/scorer_timeouts"] >= 2 * each
     for kind in ("crashes", "errors", "unavailable"):
         assert counts[f"rollout/scorer_{kind}"] >= each, counts
     kinds = ("errors", "timeouts", "crashes", "unavailable")
@@ -198,10 +200,11 @@ async def test_lag_stays_bounded_when_scores_are_slow(tmp_path: Path, preset: st
         report = await trainer.publish(0, step + 1)
         warnings.extend(name for name, _ in report.warnings)
     await trainer.manager.stop()
-    in_flight = 1  # batches' worth of running requests
+    in_flight = 1  # Number of batches that the running requests make up.
     # With `pipeline` one more batch is being trained meanwhile.
     assert max(lags) <= 1 + in_flight + (preset == "pipeline"), lags
     assert max(queues) > GROUPS * SIZE, "the run did not wait for scores"
     assert max(waited) > 0
     if preset == "copris":
-        assert "scoring_backlog" in warnings  # how often depends on the machine's speed
+        # The number of warnings depends on the machine's speed.
+        assert "scoring_backlog" in warnings

@@ -157,7 +157,7 @@ async def test_restarted_engine_is_offloaded_with_the_others_before_an_update(
         await asyncio.sleep(0.01)
     del it.launcher.all[1]
     batch = await it.manager.next_batch(0)
-    if batch is None:  # the restarted engine was reported before the batch
+    if batch is None:  # The restarted engine was reported before the batch.
         await it.publish(0)
         batch = await it.manager.next_batch(0)
     assert batch is not None

@@ -69,7 +69,7 @@ def test_generation_time_stops_between_batch_and_update_when_overlap_is_off() ->
     assert first["rollout/seconds"] == pytest.approx(2)
     assert first["rollout/slots_busy_share"] == pytest.approx(1)
 
-    clock.now += 3  # aborted requests are ending and the trainer works
+    clock.now += 3  # Aborted requests are ending and the trainer works.
     statistics.running_changed(0)
     statistics.update_started()
     clock.now += 1
@@ -80,7 +80,8 @@ def test_generation_time_stops_between_batch_and_update_when_overlap_is_off() ->
     second = metrics_of(statistics, batch(1), view())
     assert second["rollout/seconds"] == pytest.approx(4)
     assert second["rollout/tokens_per_second"] == pytest.approx(25)
-    assert second["rollout/slots_busy_share"] == pytest.approx(0.5)  # 2 requests, at most 4
+    # There are 2 requests, and at most 4 are permitted.
+    assert second["rollout/slots_busy_share"] == pytest.approx(0.5)
     assert second["rollout/seconds_since_last_batch"] == pytest.approx(8)
     assert second["rollout/update_pause_seconds"] == pytest.approx(1)
 

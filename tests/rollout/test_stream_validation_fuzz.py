@@ -161,7 +161,7 @@ class ChangingEngines(Engines):
             client = await SGLangClient.connect(
                 engine.engine_id, address, self._config.engines, MODEL.vocab_size
             )
-        except EngineError as error:  # as HostedEngines does
+        except EngineError as error:  # `HostedEngines` converts the error in the same way.
             raise ProcessKilled(str(error)) from error
         self.all.append(engine)
         return client
@@ -185,7 +185,7 @@ class SendingTrainer(Trainer):
     async def publish(self, lineage: int, number: int) -> UpdateReport:
         self.lineage = lineage
         receivers = await self.manager.begin_update(lineage, number)
-        while receivers:  # as `WeightPublisher` does
+        while receivers:  # `WeightPublisher` repeats an update in the same way.
             try:
                 await asyncio.to_thread(self._send, receivers, PolicyVersion(lineage, number))
                 break

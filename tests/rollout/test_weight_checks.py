@@ -57,7 +57,7 @@ class WrongEngine(SimulatedEngine):
 
     async def flush_cache(self) -> None:
         await super().flush_cache()
-        if self.lied:  # the flush shows that the weights were sent again
+        if self.lied:  # The flush shows that the weights were sent again.
             self._times -= 1
             self.lied = []
 
@@ -179,7 +179,7 @@ async def test_logprobs_decide_when_the_checksums_of_two_engines_differ(
     report = await it.publish(0)
     assert not report.passed and it.up == ["engine1.1"]
     assert it.manager._suspects == {"engine0.0"}
-    await it.publish(0)  # a second failure, so engine 0 is replaced
+    await it.publish(0)  # This is the second failure, so engine 0 is replaced.
     while len(it.engines.all) == 2:
         await asyncio.sleep(0.01)
     while len(it.up) < 2:
@@ -235,7 +235,7 @@ async def test_tokens_are_stored_when_their_engine_is_verified(tmp_path: Path, p
     it = await Run(tmp_path, settings(preset), WrongEngines("nothing", [])).started()
     samples = await it.send(0)
     engine = it.engines.now[0]
-    while engine.tokens_generated < 48 + 4:  # it generates after its samples
+    while engine.tokens_generated < 48 + 4:  # The engine generates after its samples.
         await asyncio.sleep(0.001)
     assert it.manager.status()["tokens"] == 0
     assert samples is not None
@@ -266,10 +266,10 @@ async def test_no_token_is_stored_when_its_engine_fails_its_check(
     engine = it.engines.now[0]
     assert isinstance(engine, WrongEngine)
     engine._times, engine.first_wrong = 2, 1
-    for _ in range(2):  # wrong twice, then replaced
+    for _ in range(2):  # The engine is wrong twice and is then replaced.
         samples = await it.send(1)
         assert samples is not None
-        while len(engine.lied) <= 12:  # more chunks than the samples have
+        while len(engine.lied) <= 12:  # The samples have fewer chunks.
             await asyncio.sleep(0.001)
         report = await it.manager.verify_update(0, 1, trainer_logprobs(samples), True)
         assert report.metrics["weights/probe_mean_error"] == pytest.approx(1.0, abs=1e-6)
@@ -298,7 +298,7 @@ async def test_abort_waits_when_the_verification_of_an_engine_is_slow(tmp_path: 
         aborting = asyncio.create_task(
             driver._generation.abort(driver._generation.mark_for_abort())
         )
-        await asyncio.sleep(0.1)  # much longer than all tries of an abort
+        await asyncio.sleep(0.1)  # All tries of an abort take much less time.
         assert it.up == ["engine0.0"] and not aborting.done()
         assert samples is not None
         await it.manager.verify_update(0, 0, trainer_logprobs(samples), True)

@@ -1,4 +1,4 @@
-"""Garbage collection: disabled during imports, and restored after them."""
+"""Tests that garbage collection is disabled during imports and restored after them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detection of a GPU, with and without torch imported."""
+"""Tests the detection of a GPU, with and without torch imported."""
 
 from __future__ import annotations
 

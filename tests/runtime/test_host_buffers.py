@@ -1,4 +1,4 @@
-"""Pinned host memory: exact size, and release with the last view."""
+"""Tests that pinned host memory has the exact size and is released with its last view."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_async.runtime.host_buffers import pinned_bytes
 
 
 class CudaRuntime:
-    """Replaces torch's binding of the CUDA runtime; records which memory is registered."""
+    """Stand-in for torch's binding of the CUDA runtime that records the registered memory."""
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Time limits that count only the time in which the process could run."""
+"""Tests that time limits count only the time in which the process could run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_awake_clock_counts_at_most_two_steps_between_late_ticks() -> None:
         times.append(now)
         clock.tick()
     assert clock() - began == 1.5
-    times.append(700.0)  # no tick for this long, because the process was stopped
+    times.append(700.0)  # There was no tick for this long, because the process was stopped.
     assert clock() - began == 1.5 + 2 * STEP_SECONDS
     clock.tick()
     times.append(700.25)

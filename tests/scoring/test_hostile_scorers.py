@@ -149,7 +149,7 @@ def test_worker_recovers_within_seconds_when_scorer_stops_its_keeper(
 def test_pool_recovers_within_seconds_when_scorers_stop_their_keepers(
     hostile: Callable[..., DrivenWorker], config: TaskConfig, tmp_path: Path
 ) -> None:
-    hostile("stop_the_parent_for_ever")  # sets the environment variables
+    hostile("stop_the_parent_for_ever")  # The call sets the environment variables.
     limited = config.model_copy(update={"scorer_timeout_seconds": 1.0, "scorer_workers": 2})
     with local_backend(tmp_path) as backend:
         pool = scorer_pool(ScorerSettings(task=limited), "", backend)
@@ -218,7 +218,7 @@ def test_worker_kills_processes_of_scorer_when_score_fails(
 def test_keeper_kills_all_processes_when_worker_is_killed(
     hostile: Callable[..., DrivenWorker], config: TaskConfig
 ) -> None:
-    hostile("leave_children")  # sets the environment variables
+    hostile("leave_children")  # The call sets the environment variables.
     code = (
         "import sys, time\n"
         "from megatron_async.config.reward import ScorerSettings\n"
@@ -236,7 +236,7 @@ def test_keeper_kills_all_processes_when_worker_is_killed(
         try:
             assert parent.stdout is not None
             assert parent.stdout.readline() == "1.0\n"
-            assert len(_remaining(config)) == 4  # keeper, scorer, child, grandchild
+            assert len(_remaining(config)) == 4  # These are keeper, scorer, child and grandchild.
         finally:
             parent.kill()
     _wait_for(0, config)

@@ -137,7 +137,7 @@ def test_worker_scores_and_counts_restart_when_idle_scorer_was_killed(worker: Dr
     assert _score(worker, {"answer": "1/2"}, "0.5").reward == 1.0
     pid = worker.pid()
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)  # so that the scorer cannot reply before it dies
+    os.kill(pid, signal.SIGSTOP)  # A stopped scorer cannot reply before it dies.
     os.kill(pid, signal.SIGKILL)
     score = _score(worker, {"answer": "1/2"}, "0.5")
     assert score.reward == 1.0
@@ -148,7 +148,7 @@ def test_worker_repeats_score_when_scorer_is_killed_during_score(worker: DrivenW
     worker.start()
     pid = worker.pid()
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)  # so that the kill comes after the request and before a reply
+    os.kill(pid, signal.SIGSTOP)  # The kill must come after the request and before a reply.
     killer = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
     killer.start()
     score = _score(worker, {"answer": "1/2"}, "0.5")
@@ -198,7 +198,7 @@ def test_remote_pool_scores_and_leaves_no_process_when_worker_is_killed(tmp_path
         def pids() -> list[int]:
             found = []
             for process in psutil.Process().children(recursive=True):
-                with contextlib.suppress(psutil.Error):  # a killed process may be a zombie
+                with contextlib.suppress(psutil.Error):  # A killed process may be a zombie.
                     if any("process_main" in word for word in process.cmdline()):
                         found.append(process.pid)
             return found

@@ -41,5 +41,6 @@ def test_assumptions_of_all_label_those_that_differ() -> None:
     for label, point in (("small", small), ("large", large)):
         model = next(line for line in assumptions(point) if line.startswith("model: "))
         assert f"{label}: {model}" in lines
-    assert "simulate.efficiency.links: 0.7" in lines  # once, because both share it
+    # The line appears once, because both systems share the value.
+    assert "simulate.efficiency.links: 0.7" in lines
     assert len(lines) == len(set(lines)) < 2 * len(assumptions(small))

@@ -65,7 +65,8 @@ def stepped(lengths: list[int], prompt: int) -> dict[int, float]:
     while running:
         kv = sum(prompt + step for _ in running)
         fixed, per_kv = Costs().decode(len(running))
-        now += fixed + per_kv * (kv + len(running) / 2)  # the KV size in the middle of the step
+        # The KV size in the middle of the step counts.
+        now += fixed + per_kv * (kv + len(running) / 2)
         step += 1
         for i in [i for i, length in running.items() if length == step]:
             del running[i]

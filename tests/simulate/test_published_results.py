@@ -87,7 +87,7 @@ def test_pipeline_doubles_conventional_loop_speed_at_128_gpus() -> None:
     """PipelineRL reports about 2 times, against G = 32. Here this ratio occurs at G = 8."""
     pipeline = figures("pipeline-7b-128gpu").tokens_per_second
     assert pipeline / conventional(8) == pytest.approx(2.0, rel=0.15)
-    assert 1.0 < pipeline / conventional(32) < 1.5  # smaller than the published ratio
+    assert 1.0 < pipeline / conventional(32) < 1.5  # The ratio is smaller than the published ratio.
 
 
 def test_pipeline_is_faster_than_conventional_loop_at_equal_largest_lag() -> None:

@@ -1,4 +1,4 @@
-"""Rows of data files that cannot be used or rendered: they are refused and listed, or skipped."""
+"""Tests that unusable rows of data files are refused and listed, or skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat prompts and conversations: how templates render them, and which tokens are trained on."""
+"""Tests how templates render chat prompts and conversations, and which tokens are trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detection of changed data files: by content, not by location or time."""
+"""Tests that changed data files are detected by their content, not by location or time."""
 
 from __future__ import annotations
 

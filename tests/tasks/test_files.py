@@ -1,4 +1,4 @@
-"""Files as problem sources: formats, columns, weights, order, and which problems are left out."""
+"""Tests files as sources of problems: formats, columns, weights, order, and excluded problems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Procedural tasks and seeds: fixed orders, disjoint held-out problems, scores and settings."""
+"""Tests procedural tasks and seeds: fixed order, held-out problems, scores and settings."""
 
 from __future__ import annotations
 

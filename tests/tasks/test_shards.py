@@ -1,4 +1,4 @@
-"""Folders of data files: which files belong to a split, and which errors show missing shards."""
+"""Tests which files of a folder belong to a split, and which errors report missing shards."""
 
 from __future__ import annotations
 

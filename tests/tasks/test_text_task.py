@@ -1,4 +1,4 @@
-"""Tasks for a model: prompt tokens, templates, stop tokens, tokenizers and too long prompts."""
+"""Tests tasks for a model: prompt tokens, templates, stop tokens, tokenizers and long prompts."""
 
 from __future__ import annotations
 

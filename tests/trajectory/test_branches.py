@@ -97,6 +97,7 @@ def test_branch_is_a_path_of_turns_whose_parents_are_earlier(
         path = list(dict.fromkeys(run.turn for run in runs if run.turn is not None))
         for before, after in itertools.pairwise(path):
             node: int | None = after
-            while node is not None and node != before:  # turns without a segment are between
+            # Turns without a segment are between the two nodes.
+            while node is not None and node != before:
                 node = trajectory.turns[node].parent
             assert node == before

@@ -47,7 +47,7 @@ def scored(trajectory_id: int, group_id: int, prompt: Prompt, *segments: Segment
         TrajectoryState.SCORED,
         segments,
         FinishReason.STOP,
-        reward=100.0 - trajectory_id,  # in another order than the ids
+        reward=100.0 - trajectory_id,  # Rewards have another order than the IDs.
     )
 
 

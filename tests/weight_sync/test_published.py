@@ -81,7 +81,7 @@ def test_sending_device_is_cpu_when_engines_run_on_cpus(
 ) -> None:
     """A trainer on GPUs then uses gloo instead of NCCL, and sends values instead of IPC handles."""
     engines = EngineConfig(device=device)
-    assert sending_device(engines).type == "cpu", "no GPU here"
+    assert sending_device(engines).type == "cpu", "this machine has no GPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert sending_device(engines).type == ("cpu" if device == "cpu" else "cuda")
 

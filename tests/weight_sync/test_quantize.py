@@ -51,7 +51,7 @@ def fp8_numbers() -> Float64:
     for exponent in range(16):
         for mantissa in range(8):
             if exponent == 15 and mantissa == 7:
-                continue  # not a number
+                continue  # This bit pattern is not a number.
             if exponent == 0:
                 values.append(mantissa / 8 * 2.0**-6)
             else:

@@ -49,7 +49,7 @@ def test_every_gpu_of_an_engine_has_one_sender_which_trains_on_that_gpu(
         sender_ranks = trainer_ranks_of(engine, tensor)
         assert [
             visible[sender_rank] for sender_rank in sender_ranks
-        ] == gpus  # torchrun's rank r uses the r-th GPU
+        ] == gpus  # Rank r of torchrun uses the r-th GPU.
         assert {engine_on(sender_rank, count, tensor) for sender_rank in sender_ranks} == {engine}
         used += gpus
     assert len(set(used)) == len(used) == count * tensor
@@ -231,7 +231,8 @@ def test_every_tensor_rank_gets_every_tensor_from_the_trainer_rank_on_its_gpu(
             (layout, count, tensor, [url for _, url in made])
             for (layout, count, tensor), made in zip(layouts, engines, strict=True)
         ]
-        plans.append((layouts[0][0], 2, 2, ["", engines[0][1][1]]))  # engine 0 is restarting
+        # Engine 0 is restarting and has no address.
+        plans.append((layouts[0][0], 2, 2, ["", engines[0][1][1]]))
         results = run_ranks(publish, 4, directory, plans)
     assert all(result == results[0] for result in results)
     assert results[0] == [

@@ -58,14 +58,14 @@ def test_ratio_check_learns_usual_error_and_fails_gross_ones_in_half_precision(
     for update in range(BASELINE_UPDATES):
         assert rule.limit(exact=False) == GROSS_MOST
         assert rule.drift([error(usual)]) is None
-        assert rule.passes(error(usual), exact=False), "a healthy run goes on"
+        assert rule.passes(error(usual), exact=False), "a healthy run must continue"
         rule.learn([error(usual * (0.5 + update / 3)), error(usual)])
     assert rule.baseline == pytest.approx(usual)
     assert rule.limit(exact=False) == pytest.approx(limit)
     assert rule.drift([error(usual), error(2 * usual)]) == pytest.approx(2)
     assert not rule.passes(error(1.01 * limit), exact=False)
     rule.learn([error(100.0)])
-    assert rule.baseline == pytest.approx(usual), "learned once"
+    assert rule.baseline == pytest.approx(usual), "the limit must be learned only once"
 
 
 def test_ratio_check_limit_is_the_configured_tolerance() -> None:

@@ -86,7 +86,7 @@ def flood(score: Any) -> Any:
 def flood_from_a_thread(score: Any) -> Any:
     if threading.active_count() == 1:
         threading.Thread(target=flood, args=(score,), daemon=True).start()
-    time.sleep(0.05)  # so that the thread writes before the reply
+    time.sleep(0.05)  # The thread must write before the reply.
     return score
 
 

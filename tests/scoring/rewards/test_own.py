@@ -325,4 +325,5 @@ def test_end_of_scorer_closes_no_descriptor_of_another_file(run: Run) -> None:
     run(body())
     ((number, descriptor),) = opened
     assert number == descriptor
-    os.close(descriptor)  # raises OSError if the end of the process has closed it
+    # The call raises OSError if the end of the process has closed the descriptor.
+    os.close(descriptor)
