@@ -1,6 +1,6 @@
-// What a person stumbles over in a document as it is drawn, as sentences. `width`: of its window.
-// A part that scrolls by itself (code, a wide table) may be wider than the window. An `article` is
-// what was written in Markdown.
+// `flawsOf` returns messages about the visible flaws of a document in a window of `width` pixels.
+// A part that scrolls by itself (code, a wide table) may be wider than the window. The element
+// `article` contains the text that was written in Markdown.
 
 const RAW = {
   'a list item': /(^|\n)\s*[-*+] \S/,
@@ -30,11 +30,11 @@ function flawsOf(doc, width) {
       if (isOutside(doc, element, width)) found.add(`outside: ${shown(element.textContent)}`);
     }
   for (const label of clippedLabels(doc)) found.add(`clipped in a figure: ${label}`);
-  for (const pair of overlappingLabels(doc)) found.add(`one over the other: ${pair}`);
+  for (const pair of overlappingLabels(doc)) found.add(`overlapping labels: ${pair}`);
   for (const image of doc.images)
-    if (!image.naturalWidth) found.add(`a picture that is not there: ${image.getAttribute('src')}`);
+    if (!image.naturalWidth) found.add(`missing picture: ${image.getAttribute('src')}`);
   for (const {name} of doc.defaultView.performance.getEntriesByType('resource'))
-    if (/^(https?:)?\/\//.test(name)) found.add(`loaded from elsewhere: ${name}`);
+    if (/^(https?:)?\/\//.test(name)) found.add(`loaded from the network: ${name}`);
   return [...found];
 }
 
@@ -60,7 +60,7 @@ function isClipped(doc, element) {
   const {overflowX} = doc.defaultView.getComputedStyle(element);
   return ['hidden', 'clip'].includes(overflowX) && element.clientWidth > 0
     && element.scrollWidth > element.clientWidth + 1
-    && element.getBoundingClientRect().right > 0; // not of a drawer that is closed
+    && element.getBoundingClientRect().right > 0; // A closed drawer is left of the window.
 }
 
 function isOutside(doc, element, width) {

@@ -64,10 +64,10 @@ FLAWS = [
     ("<svg width=50><text>a long title</text></svg>", "clipped in a figure: a long title"),
     (
         "<div class=js-plotly-plot><svg><text y=20>one</text><text y=20 x=3>two</text></svg>",
-        "one over the other: one / two",
+        "overlapping labels: one / two",
     ),
-    ("<img src=gone.png>", "a picture that is not there: gone.png"),
-    ("<script src=http://a.invalid/x.js></script>", "loaded from elsewhere"),
+    ("<img src=gone.png>", "missing picture: gone.png"),
+    ("<script src=http://a.invalid/x.js></script>", "loaded from the network"),
 ]
 
 

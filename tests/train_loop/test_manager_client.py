@@ -86,11 +86,11 @@ def test_attach_retries_until_the_manager_is_available() -> None:
 
 def test_attach_fails_when_the_manager_never_starts() -> None:
     config = build_config({"engines": {"start_timeout_seconds": 0.1}})
-    manager = Manager([RemoteObjectLost("rollout-manager is not there")] * 1000)
+    manager = Manager([RemoteObjectLost("rollout-manager does not exist")] * 1000)
     with (
         mock.patch("megatron_async.train_loop.manager_client._CALL_SECONDS", 0.2),
         pytest.raises(
-            ComponentFailure, match=r"did not restart within \d s: rollout-manager is not there"
+            ComponentFailure, match=r"did not restart within \d s: rollout-manager does not exist"
         ),
     ):
         link(manager, config=config).attach(ResumePoint(0))
