@@ -1,4 +1,4 @@
-"""Tests the order of imports: a package imports only packages above it in the list `ROOMS`.
+"""Tests the order of imports: a package imports only packages above it in the list `PACKAGES`.
 
 Imports are read from the source, so that imports inside functions count too.
 """
@@ -15,7 +15,7 @@ import pytest
 from tests.syntax import parse
 
 PACKAGE = Path(__file__).parents[1] / "megatron_async"
-ROOMS = (
+PACKAGES = (
     "errors",
     "runtime",
     "files",
@@ -69,22 +69,22 @@ def imports(file: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, name) for name in found or [node.module])
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
 def test_every_module_is_in_a_listed_package() -> None:
-    assert {room_of(module) for module in MODULES} - {""} == set(ROOMS)
+    assert {package_of(module) for module in MODULES} - {""} == set(PACKAGES)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_package_imports_only_packages_above_it(room: str) -> None:
+@pytest.mark.parametrize("package", PACKAGES)
+def test_package_imports_only_packages_above_it(package: str) -> None:
     wrong = [
         f"{file.relative_to(PACKAGE)}:{line} imports {name}"
         for module, file in MODULES.items()
-        if room_of(module) == room
+        if package_of(module) == package
         for line, name in imports(file)
-        if room_of(name) and ROOMS.index(room_of(name)) > ROOMS.index(room)
+        if package_of(name) and PACKAGES.index(package_of(name)) > PACKAGES.index(package)
     ]
     assert not wrong
 
@@ -158,5 +158,5 @@ def test_only_responses_and_probe_call_generate() -> None:
 
 def test_architecture_page_describes_every_package() -> None:
     table = (PACKAGE.parent / "docs" / "architecture.md").read_text()
-    folders = [room for room in ROOMS if (PACKAGE / room).is_dir()]
-    assert [room for room in folders if f"`{room}`" not in table] == []
+    folders = [package for package in PACKAGES if (PACKAGE / package).is_dir()]
+    assert [package for package in folders if f"`{package}`" not in table] == []
