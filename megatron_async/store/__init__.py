@@ -7,9 +7,8 @@
 - episodes: writes the turns of episodes.
 - writer: the only thread that writes to the database.
 - schema: tables and the classes of their rows. documents: JSON documents stored as rows.
-- lineage: which batches are consumed at a policy version (its weights were trained on them), as a
-  pure model of commit and rollback. A lineage is the part of a run from a start or resume to the
-  next resume.
+- lineage: computes, without files, which batches are consumed at a policy version (its weights were
+  trained on them). A lineage is the part of a run from a start or resume to the next resume.
 - reader: reads a store, also from other processes and while the run goes on.
 - drop: takes a group out of the store of a stopped run, on a user's command.
 - compaction: removes trajectories from the database once no restorable checkpoint needs them.

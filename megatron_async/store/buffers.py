@@ -6,7 +6,7 @@ The buffer of a trajectory is flushed (passed to the writer thread as one chunk)
 Invariants
 - A chunk that is flushed with its trajectory's row is written in one transaction with that row.
 - While an event loop runs, a timer flushes buffers that are older than `CHUNK_SECONDS`. Without an
-  event loop they are flushed by the next append to any trajectory.
+  event loop there is no timer, so old buffers stay until tokens of any trajectory are appended.
 """
 
 import asyncio
@@ -16,13 +16,16 @@ from megatron_async.store.records import TrajectoryRecord
 from megatron_async.store.writer import StoreWriter
 from megatron_async.trajectory.types import CHUNK_TOKENS
 
-# Age at which a buffer with fewer tokens than a chunk is flushed. It bounds what a kill can take
-# from a response that is generated slowly.
+# Age in seconds at which a buffer is flushed even if it has fewer tokens than a chunk. Without this
+# limit, a killed process could lose minutes of a response that is generated slowly.
 CHUNK_SECONDS = 2.0
 
 
 class ChunkBuffers:
-    """Trajectories that have unflushed tokens in their buffers, in order of the buffers' age."""
+    """Tracks how long tokens have been in trajectories' buffers, and flushes buffers to the writer.
+
+    To flush a buffer is to pass its tokens to the store's writer thread as one chunk.
+    """
 
     def __init__(self, writer: StoreWriter) -> None:
         self._writer = writer
@@ -30,14 +33,14 @@ class ChunkBuffers:
         self._timer: asyncio.TimerHandle | None = None
 
     def start_timing(self, record: TrajectoryRecord, now: float) -> None:
-        """Record `now` as the time at which the empty buffer of `record` gets its first tokens."""
+        """Record that the empty buffer of `record` gets its first tokens at time `now`."""
         self._due[record.row.trajectory_id] = now, record
 
     def flush(self, record: TrajectoryRecord, *, with_row: bool = False) -> None:
         """Pass the buffered tokens of trajectory `record` to the writer thread as one chunk.
 
         Args:
-            record: The trajectory. If its buffer is empty, only its row can be written.
+            record: The trajectory. If its buffer is empty, no chunk is written.
             with_row: Whether the trajectory's row (its state) is written too, in the same
                 transaction as the chunk.
         """

@@ -5,25 +5,26 @@ line for each removed trajectory (see `export`); `store.export: none` removes gr
 
 Invariants
 - A trajectory is consumed at a policy version if the weights of that version were trained on its
-  batch. A group is removed only when each of its trajectories is dropped, or is consumed on the
-  current lineage, at the checkpoint that is `compact_after_checkpoints` checkpoints old, and at
-  every checkpoint that can still be restored.
+  batch. A group is removed only when each of its trajectories is either dropped, or consumed at all
+  of these versions: the newest one of the current lineage, the checkpoint that is
+  `compact_after_checkpoints` checkpoints old, and every checkpoint that can still be restored.
 - A trajectory has a line in the export file exactly when it is no longer in the database: lines are
   on disk before the removal is committed, and the length of the file is committed in the same
   transaction as the removal. Lines beyond that length, which a crash may leave, are cut off the
   next time that the store is opened.
 - Neither commits nor the event loop wait for compaction: lines are read and written on a separate
-  thread with a separate connection. The writer thread only removes rows, in pieces of a few
-  milliseconds (`apply_removal`, `delete_chunks_or_turns`, `vacuum_pages`), between commits.
-- A group is never removed by halves: its rows are deleted in one transaction, which also records
-  the length of the export file. Its chunks and turns are deleted after that, a limited number at a
-  time. A chunk or turn whose trajectory does not exist can belong to no other trajectory, since ids
-  are never used twice. If a crash leaves such chunks or turns, the next compaction deletes them.
-- Only one compaction runs at a time. Its error is raised by the next `finish`, which is always
-  called before the next compaction starts and before the store is closed.
-- Every piece has a time limit, and therefore `finish` has one. A thread that still writes lines
-  after its limit keeps the store locked until it ends, so that no other process appends to the
-  file.
+  thread with a separate connection. The writer thread only removes rows, between commits and in
+  jobs of a few milliseconds each (`apply_removal`, `delete_chunks_or_turns`, `vacuum_pages`).
+- A group is never removed partially: the rows of the group and of its trajectories are deleted in
+  one transaction, which also records the length of the export file. Chunks and turns are deleted
+  after that, a limited number at a time. A crash may leave some of them without a trajectory. They
+  can never be taken for those of another trajectory, since ids are never used twice, and the next
+  compaction deletes them.
+- Only one compaction runs at a time. If it fails, the next call of `finish` raises its error.
+  `finish` is always called before the next compaction starts and before the store is closed.
+- Each job and each wait for another thread has a time limit, so `finish` cannot wait forever. A
+  thread that still writes lines after its limit keeps the store locked until it ends, so that no
+  other process appends to the file.
 - Records in memory are deleted only after the removal of their rows is committed.
 """
 
@@ -52,22 +53,23 @@ from megatron_async.store.state import StoreState
 from megatron_async.store.writer import StoreWriter
 from megatron_async.trajectory.types import PolicyVersion
 
-# Deleting this many chunks takes about 3 ms, or 20 ms if SQLite empties its log during the commit.
+# The limit keeps each deletion short, because commits wait for it. Deleting this many chunks takes
+# about 3 ms, or 20 ms if SQLite moves its write-ahead log into the database during the commit.
 _PARTS_PER_REMOVAL = 2048
-_PAGES_GIVEN_BACK = 256  # Freeing this many pages in one step takes about 4 ms.
+_PAGES_GIVEN_BACK = 256  # Commits wait about 4 ms while this many pages are freed in one job.
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Groups that compaction may remove from the database, in order, and what their removal needs.
+    """Groups that compaction may remove from the database, and the batches that contain them.
 
     Attributes:
-        groups: Ids of the groups.
+        groups: Ids of the groups, in the order in which they are removed.
         consumed_by: For each trajectory that is consumed on the current lineage and at every
             restorable checkpoint, the batch that consumed it on the current lineage.
         batches_of: For each trajectory, the keys of all batches (of any lineage) that contain it.
-        restorable: The checkpoints that can be restored without these groups.
+        restorable: The checkpoints that can still be restored. None of them needs these groups.
     """
 
     groups: tuple[int, ...] = ()
@@ -82,7 +84,8 @@ class Removal:
 
     Attributes:
         groups: Ids of the groups whose rows are deleted.
-        batches: New rows of the batches that contained trajectories of these groups, without them.
+        batches: New rows for the batches that contain trajectories of these groups; the new rows
+            list the other trajectories only.
         consumed_by: For each trajectory of the groups that is consumed, the batch that consumed it.
         exported: The new totals of everything that compaction has removed so far.
     """
@@ -105,8 +108,8 @@ def plan(
     """Choose the groups that compaction can remove from the database, because no resume needs them.
 
     A trajectory is consumed at a policy version if the weights of that version were trained on its
-    batch. A group is chosen if each of its trajectories is dropped, or is consumed on lineage
-    `lineage`, at the checkpoint `oldest`, and at every checkpoint in `kept`.
+    batch. A group is chosen if each of its trajectories is either dropped, or consumed at all of
+    these versions: the newest one of `lineage`, the checkpoint `oldest`, and each one in `kept`.
 
     A store that was replaced by an older database may have lost the lineage of a checkpoint in
     `kept`. Such a checkpoint is ignored, because the store has no trajectories of its lineage.
@@ -143,10 +146,12 @@ def plan(
 def horizon(
     tree: LineageTree, lineage: int, checkpoints: Iterable[PolicyVersion], compact_after: int
 ) -> PolicyVersion | None:
-    """Return the `compact_after`-th newest checkpoint on the path of updates to lineage `lineage`.
+    """Return the checkpoint, `compact_after` checkpoints old, up to which groups may be removed.
 
-    The path has the checkpoints of the lineage itself, and those of its ancestors up to the steps
-    at which it left them. Returns None if the path has fewer than `compact_after` checkpoints.
+    Only checkpoints on the sequence of updates that led to `lineage` are counted: those of the
+    lineage itself, and those of each ancestor up to the checkpoint from which a resume continued
+    it. The newest one counts as 1 checkpoint old. Returns None if there are fewer than
+    `compact_after` of them.
     """
     here = Consumption.at(tree, lineage)
     on_path = {p.number: p for p in sorted(checkpoints) if here.descends_from(p.lineage, p.number)}
@@ -157,7 +162,12 @@ def horizon(
 def removal(chosen: Sequence[int], whole: Plan, state: StoreState) -> Removal:
     """Return what one transaction must change in the database to remove the groups `chosen`.
 
-    The groups are some of those in the plan `whole`. `apply_removal` executes the transaction.
+    `apply_removal` executes the transaction.
+
+    Args:
+        chosen: Ids of the groups, which are some of the groups in `whole`.
+        whole: The plan of the whole compaction.
+        state: The store's content in memory.
     """
     gone = {i for group_id in chosen for i in state.groups[group_id].trajectory_ids}
     consumed = {i: whole.consumed_by[i] for i in gone if i in whole.consumed_by}
@@ -187,8 +197,9 @@ def removal(chosen: Sequence[int], whole: Plan, state: StoreState) -> Removal:
 def apply_removal(connection: sqlite3.Connection, change: Removal) -> None:
     """Delete the rows of the groups of `change` and of their trajectories, in one transaction.
 
-    The same transaction writes the new batches and totals of `change`. Chunks and turns remain, for
-    `delete_chunks_or_turns`.
+    The same transaction writes the new batches and totals of `change`. Chunks and turns remain in
+    the database: they may be many, so `delete_chunks_or_turns` deletes them in several short
+    transactions.
 
     Raises:
         DamagedStore: The row of a group is missing or damaged.
@@ -214,12 +225,13 @@ def orphaned_keys(file: Path, kind: schema.Kind) -> list[int]:
         kind: `ChunkRow` for chunks, `TurnRow` for turns.
 
     Returns:
-        The keys in ascending order, which is the order of their pages in the file.
+        The keys in ascending order. Rows with adjacent keys share pages of the file, so that
+        deleting the rows in this order changes few pages at a time.
     """
     table = schema.TABLES[kind]
     with closing(schema.connect(file, read_only=True)) as connection:
         found = connection.execute(
-            # Without the index SQLite would read the tokens of all chunks.
+            # Without this index SQLite would scan the table, and so read the tokens of all chunks.
             f"SELECT {schema.PART_KEYS[kind]} FROM {table} INDEXED BY {table}_of "
             "WHERE trajectory_id NOT IN (SELECT trajectory_id FROM trajectories)"
         )
@@ -244,8 +256,8 @@ def vacuum_pages(connection: sqlite3.Connection) -> bool:
     Returns:
         Whether the file still has free pages.
     """
-    # `execute` would free only one page: it executes one step of a statement without result
-    # columns, and each step of this statement frees one page.
+    # Each step of this statement frees one page. `executescript` repeats the steps until the
+    # statement is done, but `execute` would do only one step, since the statement returns no rows.
     connection.executescript(f"PRAGMA incremental_vacuum({_PAGES_GIVEN_BACK})")
     return bool(connection.execute("PRAGMA freelist_count").fetchone()[0])
 
@@ -269,11 +281,10 @@ class Compactor:
         self._task = asyncio.create_task(self._compact(kept))
 
     async def finish(self) -> None:
-        """Wait until the running compaction (export and removal of old groups), if any, has ended;
-        raise its error if it failed.
+        """Wait for the running compaction (export and removal of old groups), if there is one.
 
         Raises:
-            ComponentFailure: The compaction failed or hit a time limit.
+            ComponentFailure: The compaction failed or exceeded a time limit.
             DamagedStore: A row that was to be exported is damaged.
         """
         if self._task is not None:
@@ -296,8 +307,8 @@ class Compactor:
             oldest = horizon(state.tree, state.lineage, checkpoints, self._after)
             return plan(state.tree, state.lineage, batches, groups, dropped, kept, oldest)
 
-        # The plan is made from the drops in memory, but the export reads the database, which must
-        # therefore have these drops first.
+        # The plan is made from the trajectories that are dropped in memory. The export reads the
+        # database, so wait until these drops are committed there.
         await self._writer.committed()
         whole = await asyncio.to_thread(planned)
         for piece in self._pieces(whole.groups):
@@ -357,7 +368,7 @@ class Compactor:
 
         Raises:
             ComponentFailure: `work` did not end within the writer's `stall_seconds`. The message
-                begins with `name`. The thread is not stopped.
+                calls the work `name`. The thread is not stopped, since threads cannot be.
         """
         try:
             async with asyncio.timeout(limit := self._writer.stall_seconds):
@@ -366,7 +377,7 @@ class Compactor:
             raise ComponentFailure(f"{name} did not end within {limit:g} s") from error
 
     async def _run(self, job: Callable[[sqlite3.Connection], T]) -> T:
-        """Run `job` on the writer thread, after everything queued there is committed.
+        """Run `job` on the writer thread after it has committed everything queued so far.
 
         Returns:
             The result of `job`.

@@ -65,7 +65,7 @@ class Document:
 class Counters(Document):
     """The store's counters of used ids and read prompts, which survive the removal of rows.
 
-    The thread of the event loop changes them, as it adds groups.
+    They are changed only when groups are added, on the thread of the event loop.
 
     Attributes:
         next_group: The id that the next new group gets.

@@ -63,7 +63,8 @@ def drop_group_of(
                 _write(connection, rows)
             copy_database(location.file, location.replica)
             if location.is_external:
-                # A stop leaves such a store as a replica only, so this command does the same.
+                # When a run whose database is outside its directory is stopped, only the replica is
+                # kept, so that any node can resume the run. Keep to that.
                 remove_replicated_database(location, content.tree.newest, content.position)
         except (DamagedStore, sqlite3.Error, OSError) as error:
             raise UserError(f"failed to change trajectory store {path}: {error}") from error

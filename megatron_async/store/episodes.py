@@ -4,14 +4,14 @@ A turn is what the environment sends (messages and their
 tokens), followed by one response of the policy.
 
 Invariants
-- A call to an environment is identified by a key (`begin_step` returns it), as a generation request
-  is. Only the newest call or request of a trajectory may add to it. The reply to a call is refused
-  if its episode was restarted or dropped meanwhile.
-- The end of a turn is in one transaction with the turn's last tokens. It is committed before the
-  environment is called (by `TrajectoryStore.sync`).
-- Each reply of the environment is stored in one transaction. That has the reward of the response
-  before it, the new turn, the turn's tokens and the newest snapshot of the environment; or, for the
-  last reply, the reward and the end of the episode.
+- A call to an environment is identified by a key, which `begin_step` returns. Generation requests
+  have keys of the same kind. Only the newest call or request of a trajectory may add turns or
+  tokens to it. So the reply to a call is refused if its episode was restarted or dropped meanwhile.
+- The end of a turn is written in one transaction with the turn's last tokens.
+  `TrajectoryStore.sync` commits it before the environment is called.
+- Each reply of the environment is written in one transaction. It contains the reward of the
+  previous response, the new turn, the turn's tokens and the new snapshot of the environment. The
+  last reply has no new turn: its transaction contains the reward and the end of the episode.
 """
 
 from __future__ import annotations
@@ -119,11 +119,11 @@ class EpisodeWriter:
             call: The key that `begin_step` returned.
             context: Token ids of `messages`.
             messages: The environment's new messages.
-            parent: Number of the turn that the new turn follows; None for the first turn of a
-                branch.
+            parent: Number of the turn whose conversation the new turn continues; None if the new
+                turn starts a conversation.
             state: Snapshot of the environment; only the newest turn keeps one.
-            outcome: Response and reward of the newest turn so far; None if the episode has no turn,
-                or to leave that turn's response and reward unchanged.
+            outcome: Response and reward of the previous turn (the newest so far); None if the
+                episode has no turn yet, or to leave that turn's response and reward unchanged.
 
         Raises:
             SupersededRequest: `call` is not the newest call of its trajectory.
@@ -146,8 +146,8 @@ class EpisodeWriter:
     def end_turn(self, record: TrajectoryRecord, reason: FinishReason) -> None:
         """End the newest turn of episode `record` with `reason`; the episode becomes waiting.
 
-        It waits for its environment. All tokens of the policy's response must have been
-        appended.
+        A waiting episode waits for the next reply of its environment. Call this after all tokens of
+        the policy's response have been appended.
         """
         record.change_turn(end=reason)
         with self._writer.transaction():
@@ -162,12 +162,12 @@ class EpisodeWriter:
         outcome: TurnOutcome | None = None,
         abandoned: Sequence[int] = (),
     ) -> None:
-        """Store the environment's last reply, the last turn's reward, and finish the episode.
+        """Finish an episode: store its end and, from the environment's last reply, a reward.
 
         Args:
             call: The key that `begin_step` returned.
             reason: Why the episode ended.
-            outcome: Response and reward of the newest turn; None leaves them unchanged.
+            outcome: Response and reward of the newest turn; None leaves that turn unchanged.
             abandoned: Numbers of the turns whose responses did not reach the agent that ended the
                 episode. They are marked (`Turn.abandoned`), so that they are not trained.
 

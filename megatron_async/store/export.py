@@ -58,7 +58,8 @@ def write_lines(
     Args:
         connection: The database, from which the trajectories are read.
         groups: Ids of the groups.
-        consumed_by: The batch of every trajectory that was trained; the others count as dropped.
+        consumed_by: For every trajectory that was trained, its batch. A trajectory without an entry
+            is written as dropped.
         file: The export file; its folder is made if it is missing.
         committed: Committed length of the file in bytes. Lines beyond it, which an earlier append
             left when it failed, are cut off first.
@@ -187,7 +188,7 @@ def find(reader: StoreReader, trajectory_id: int) -> Trajectory:
     if not reader.contains(trajectory_id):
         for found in _trajectories(reader.export_file, reader.exported(), only=trajectory_id):
             return found
-    # If the trajectory is missing, this raises an error that gives the reason.
+    # If the database does not have the trajectory either, this raises an error that says why.
     return reader.trajectory(trajectory_id)
 
 

@@ -1,17 +1,17 @@
 """Provides the tree of a run's lineages, and which batches are consumed along each lineage.
 
-It is a pure model of commit and rollback, without files. Every start or resume of a run begins a
-lineage. A resumed lineage continues lineage `parent` from the checkpoint of policy number
-`branch_step`, which has the weights after updates 0 to branch_step - 1. A batch is identified by
-the lineage and the step (update number) that it was made for: (lineage, step). It is consumed at a
-checkpoint if the weights of that checkpoint were trained on it.
+It computes only, and reads and writes no files. Every start or resume of a run begins a lineage. A
+resumed lineage continues lineage `parent` from the checkpoint of policy number `branch_step`, which
+has the weights after updates 0 to branch_step - 1. A batch is identified by the lineage and the
+step (update number) that it was made for: (lineage, step). It is consumed at a checkpoint if the
+weights of that checkpoint were trained on it.
 
 Invariants
 - Batch (l, s) is consumed at checkpoint (L, n) exactly when it is on the path to that checkpoint:
   l = L and s < n, or l is an ancestor of L and s < the step at which the path leaves l.
-- A rollback deletes no records: a resume only adds a lineage, and what is consumed is always
-  computed from the tree. So a second rollback, even to a lineage that an earlier rollback
-  abandoned, has nothing to undo.
+- A resume from an older checkpoint deletes no records. It only adds a lineage, and which batches
+  are consumed is always computed from the tree. So a later resume may continue any lineage, even
+  one that an earlier resume abandoned, without having to undo anything.
 - A lineage's number is larger than its parent's.
 """
 
@@ -89,12 +89,12 @@ class LineageTree:
         return list(self._lineages.values())
 
     def path(self, lineage: int) -> dict[int, int]:
-        """Return, for `lineage` and each of its ancestors, the step at which the path leaves it.
+        """Return, for `lineage` and each of its ancestors, the first step not on the path to it.
 
-        The path is the sequence of updates that led to `lineage`. It leaves an ancestor at the step
-        of the checkpoint from which the next lineage on the path continued, or at the smallest such
-        step of the later lineages on the path. Batches of the ancestor at that step or later are
-        not on the path. The value of `lineage` itself is `ALL`.
+        The path is the sequence of updates that led to `lineage`. Of an ancestor it has the updates
+        before the step at which the next lineage continued it. If that next lineage was itself left
+        at a smaller step, that smaller step counts. For `lineage` itself the value is `ALL`, since
+        all its updates are on the path.
         """
         limits: dict[int, int] = {}
         here: int | None = lineage
@@ -106,7 +106,7 @@ class LineageTree:
         return limits
 
     def branch_points(self, lineage: int) -> dict[int, int]:
-        """Return the last policy number that each other lineage shares with `lineage`.
+        """Return, for each other lineage, the last policy number that it shares with `lineage`.
 
         The two lineages have the same weights up to this policy number. It is 0 for lineages
         without a common ancestor.
@@ -128,15 +128,15 @@ class Consumption:
     A batch is consumed at a policy version if the weights of that version were trained on it.
 
     Attributes:
-        limits: For every lineage on the path to the policy version, the step from which on its
-            batches are not consumed.
+        limits: For every lineage on the path to the policy version, its first step whose batch is
+            not consumed.
     """
 
     limits: Mapping[int, int]
 
     @classmethod
     def at(cls, tree: LineageTree, lineage: int, number: int = ALL) -> "Consumption":
-        """Return the batches that are consumed at policy number `number` of lineage `lineage`.
+        """Return the set of batches that are consumed at policy version (`lineage`, `number`).
 
         Args:
             tree: All lineages of the run.
@@ -158,8 +158,8 @@ class Consumption:
         return step < self.limits.get(lineage, 0)
 
     def descends_from(self, lineage: int, number: int) -> bool:
-        """Return whether the set's policy version descends from version (`lineage`, `number`).
+        """Return whether version (`lineage`, `number`) is on the path of updates to this version.
 
-        A policy version descends from every version on the path of updates to it, and from itself.
+        This version is the one whose consumed batches the object has. It is on its own path.
         """
         return number <= self.limits.get(lineage, -1)

@@ -9,13 +9,15 @@ a copy of the database.
     RUN/store.json                     the node and the path of the current database
 
 Invariants
-- The database is on a file system that only one node uses, unless `store.directory` names another:
-  SQLite's log (WAL) uses memory that only processes of one node can share.
-- A database that store.json does not name is outdated: the run has continued with another database.
+- The database is on a file system that only one node uses, because SQLite's write-ahead log needs
+  memory that only processes of one node can share. Only the setting `store.directory` can override
+  this.
+- A database that store.json does not name is outdated, since the run has continued with another
+  database.
 - A process that is not on the database's node reads the replica.
-- Only one process at a time writes: the process that holds the lock on the file beside the
-  database. That is a lock of the kernel and ends with the process; the file names the process. The
-  writer thread holds the lock until the thread ends (`writer`), however long its last write takes.
+- Only one process at a time writes: the process that has locked the lock file next to the database.
+  The lock file names the process. The kernel releases the lock when the process dies. The writer
+  thread keeps the lock until the thread ends, however long its last write takes.
 """
 
 import contextlib
@@ -70,10 +72,11 @@ class StoreLocation:
 def location_of_writer(run_file: Path, directory: str) -> StoreLocation:
     """Return where the database of the store `run_file` belongs if it is written on this node.
 
-    It belongs in a folder for this run below `directory`, if that is set. Otherwise it belongs in
-    the run directory if that is on a local disk, and else in a folder below the temporary
-    directory. A run directory that may be local or shared is used only if the temporary directory
-    is not known to be local.
+    If `directory` is set, the database belongs in a folder for this run below it. If it is empty,
+    the database belongs in the run directory or in a folder below the temporary directory. Of
+    these two, a directory that is known to be on a local disk is preferred. If neither is known to
+    be local, one that is not known to be shared between nodes is chosen. If both are local, or
+    nothing is known about either, the run directory is chosen.
 
     Args:
         run_file: The store's name, RUN/trajectories.sqlite.
@@ -133,7 +136,8 @@ def check_location(location: StoreLocation) -> None:
     folder = existing(location.file.parent)
     trial = folder / f".trial-{socket.gethostname()}-{os.getpid()}"
     try:
-        # If even an empty file is refused, the system's reason is clearer than SQLite's.
+        # Make an empty file first: if even that fails, the error of the operating system says more
+        # clearly why than the error of SQLite would.
         trial.touch()
         schema.connect(trial).close()
     except (OSError, sqlite3.Error) as error:
@@ -142,7 +146,7 @@ def check_location(location: StoreLocation) -> None:
         ) from error
     finally:
         for file in schema.files_of(trial):
-            # An error of the database matters more than an error of this removal.
+            # An error of this removal must not hide an error of making the database.
             with contextlib.suppress(OSError):
                 file.unlink(missing_ok=True)
     if not (found := file_system_of(folder)).local:
@@ -157,7 +161,7 @@ def check_location(location: StoreLocation) -> None:
 def make_folder(location: StoreLocation) -> None:
     """Make the folder of the database at `location`.
 
-    A folder outside the run directory gets a mode by which only this user can enter it.
+    A folder outside the run directory gets permissions for this user only.
 
     Raises:
         UserError: The folder cannot be made, or it belongs to another user.
@@ -187,8 +191,8 @@ class StoreRecord:
         host: Name of the node on which the database is.
         file: Path of the database; None if it is in the run directory, which may be moved.
         lineage: Number of the newest lineage in the database.
-        closed_at: Number of transactions ever committed, if the writer has closed the database and
-            completed its last replica; otherwise None.
+        closed_at: If the database was closed and the replica is a complete copy of it, the number
+            of transactions ever committed (a count, not a time); otherwise None.
     """
 
     host: str
@@ -197,7 +201,10 @@ class StoreRecord:
     closed_at: int | None = None
 
     def names(self, location: StoreLocation) -> bool:
-        """Return whether store.json names the database at `location` (its path; not its node)."""
+        """Return whether store.json names the path of the database at `location`.
+
+        The node is not compared, so the named database may be at the same path of another node.
+        """
         return not location.is_external if self.file is None else self.file == str(location.file)
 
     def database(self, run_file: Path) -> Path:
@@ -210,8 +217,9 @@ class StoreRecord:
     def reachable(self, run_file: Path) -> bool:
         """Return whether this node can open the database that store.json names.
 
-        The file must exist here. Unless store.json names this node, it must also be on a file
-        system that is not known to be shared between nodes, since its log works on one node only.
+        The file must exist on this node. If store.json names another node, the file must also be
+        on a file system that is not known to be shared between nodes: on a shared one the other
+        node may have the database open, and its write-ahead log works on one node only.
         """
         file = self.database(run_file)
         here = self.host == socket.gethostname() or not file_system_of(file).shared
@@ -239,9 +247,9 @@ def write_record(location: StoreLocation, lineage: int, closed_at: int | None = 
     Args:
         location: Where the database is.
         lineage: Number of the newest lineage in the database.
-        closed_at: Number of transactions ever committed, if the database is closed and its replica
-            (the copy in the run directory) has all of them. None while the database is open, or if
-            the replica is incomplete.
+        closed_at: Number of transactions ever committed (a count, not a time), if the database is
+            closed and its replica (the copy in the run directory) has all of them. None while the
+            database is open, or if the replica is incomplete.
 
     Raises:
         CannotWrite: The disk refuses the file.
@@ -301,7 +309,7 @@ def has_store(run_file: Path) -> bool:
 
 
 def location_of_reader(run_file: Path) -> ReadableStore:
-    """Return the store's database if this node can open it, else its replica.
+    """Return the store's database if this node can open it, else its replica (a copy of it).
 
     Raises:
         UserError: The run has no store, or its database is not on this node and has no replica.
@@ -328,7 +336,8 @@ def location_of_reader(run_file: Path) -> ReadableStore:
 def check_not_in_use(run_file: Path) -> None:
     """Check that no process of this node is writing to the store.
 
-    Processes of other nodes are kept out by the run directory's lock, `run.lock`.
+    Other nodes need not be checked: `run.lock`, the lock of the run directory, keeps their
+    processes out.
 
     Raises:
         UserError: A process has the store open for writing, or the store cannot be locked.

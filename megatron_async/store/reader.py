@@ -103,7 +103,7 @@ def consumed_by(batches: Iterable[BatchRow], consumption: Consumption) -> dict[i
 def at_one_moment(connection: sqlite3.Connection) -> Iterator[None]:
     """Run the block in one read transaction: all its reads see the same state of the database.
 
-    Within another transaction of this connection, the block simply belongs to that transaction.
+    If the connection is already in a transaction, the block becomes part of that transaction.
     """
     if connection.in_transaction:
         yield
@@ -173,9 +173,9 @@ def read_group(connection: sqlite3.Connection, group_id: int) -> GroupRow:
 
 @dataclass
 class Parts:
-    """Rows of the chunks and of the turns of some trajectories, by trajectory id and unsorted.
+    """Rows of the chunks and turns of some trajectories, in unsorted lists by trajectory id.
 
-    Chunks and turns of earlier attempts (before a restart of the trajectory) may be among them.
+    Each restart of a trajectory begins a new attempt. Rows of earlier attempts may be included.
     """
 
     chunks: dict[int, list[ChunkRow]]
@@ -228,10 +228,10 @@ class Tokens:
 
 
 def assemble(row: TrajectoryRow, parts: Parts) -> Tokens:
-    """Assemble the tokens and turns of trajectory `row` from `parts`.
+    """Assemble the tokens and turns of trajectory `row` from the rows in `parts`.
 
-    Only chunks and turns of the trajectory's current attempt count (a restart begins a new
-    attempt). Chunks after a gap in their sequence are ignored.
+    Only chunks and turns of the trajectory's current attempt are used (a restart begins a new
+    attempt). If a chunk is missing, all later chunks are ignored.
     """
     chunks = parts.chunks.get(row.trajectory_id, ())
     mine = sorted(
@@ -297,8 +297,9 @@ def trajectory_of(
         prompt: Prompt of the trajectory's group.
         segments: Tokens of the trajectory.
         turns: Turns of the trajectory, if it is an episode.
-        batched_step: Step of the batch that consumed the trajectory on the lineage of interest; its
-            state is then `batched`. None if no batch did; the state is then that of the row.
+        batched_step: Step of the batch that consumed the trajectory on the lineage that the caller
+            looks at; the result then has the state `batched`. None if no batch consumed it; the
+            result then has the state of the row.
     """
     batched = batched_step is not None
     return Trajectory(

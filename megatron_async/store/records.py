@@ -62,7 +62,7 @@ class Author(NamedTuple):
         engine_id: Name of the engine.
         from_environment: Whether the environment wrote the tokens; the two fields above are then
             without meaning.
-        columns: NumPy types of the further columns.
+        columns: NumPy types of the columns beyond token ids and log-probs.
     """
 
     version: PolicyVersion
@@ -78,7 +78,7 @@ class _GrowingSegment:
     length: int = 0
 
     def frozen(self) -> Segment:
-        """Return the tokens that the segment has so far, joined into one array per column."""
+        """Return the segment's tokens so far as an immutable `Segment`, one array per column."""
         if len(self.parts) > 1:
             self.parts = [joined(self.parts)]
         token_ids, logprobs, *columns = self.parts[0]
@@ -104,8 +104,8 @@ class TrajectoryRecord:
             no batch did.
         request: Key of the generation request, or of the call to the environment, that may change
             the trajectory now; None if there is none.
-        in_flight: Number of the writer's transaction that contains the newest chunk; 0 if this
-            process has written no chunk.
+        in_flight: Number of the transaction in which the writer thread writes, or has written, the
+            newest chunk; 0 if this process has written no chunk.
         in_memory: Whether tokens and turns are in memory; otherwise they are only in the database.
         author: Author of the newest segment; None if no more tokens may be added to the segment.
         buffered: Number of tokens that have not been passed to the writer yet.
@@ -160,7 +160,7 @@ class TrajectoryRecord:
     def move_to(self, state: TrajectoryState, **changes: Any) -> None:
         """Set the trajectory's state, and the other fields of its row that `changes` names.
 
-        Its current request, if any, may no longer change it.
+        The request or call in progress for the trajectory, if any, can no longer change it.
 
         Raises:
             ValueError: `ALLOWED` does not permit this change of state, or the trajectory is
@@ -185,7 +185,7 @@ class TrajectoryRecord:
         return tuple(segment.frozen() for segment in self._segments)
 
     def begin_segment(self, author: Author) -> None:
-        """Start a new segment, written by `author`, to which the next tokens belong.
+        """Start a new segment by `author`; tokens that are added next belong to it.
 
         The buffer must be empty.
         """
@@ -311,7 +311,11 @@ class TrajectoryRecord:
 def running(records: Mapping[int, TrajectoryRecord], request: RequestKey) -> TrajectoryRecord:
     """Return the record of the trajectory that `request` belongs to, if the request is current.
 
-    `request` may also be the key of a call to the trajectory's environment.
+    A request is current if no newer request or call of the trajectory exists and it has not ended.
+
+    Args:
+        records: All trajectories of the store by id.
+        request: Key of a generation request, or of a call to the trajectory's environment.
 
     Raises:
         SupersededRequest: The trajectory has another current request or call, or has none, or is

@@ -8,12 +8,13 @@ Invariants
 - The replica replaces a database that is damaged, missing, or on a node that cannot be reached.
   What the replica does not contain is lost, and is named in a message; rollouts can be generated
   again.
-- Losing data is preferred to training on it twice: when transactions are missing that the trainer
-  has already seen (`position`), every group that is not known to be consumed is permanently
-  excluded from training.
+- Losing data is preferred to training on it twice. Each checkpoint records the number of
+  transactions that the store had (`position`). A restored store with fewer transactions may have
+  lost the record of a trained batch, so every group in it that is not known to be consumed is
+  permanently excluded from training.
 - Ids of lost groups are not used again.
-- A copy shows its source at one moment, whatever is written meanwhile. It gets its final name only
-  when it is complete and on disk.
+- A copy has the content of its source at one moment, even if the source is written to meanwhile.
+  The copy gets its final name only when it is complete and on disk.
 - A replica is never modified. It is opened as immutable, which needs neither locks nor shared
   memory, so that it can be read on any file system from any node.
 - Only one copy is made at a time, on a separate thread with a separate connection: commits do not
@@ -112,7 +113,8 @@ def fetch_database(location: StoreLocation) -> str | None:
     """Make the run's current database available at `location.file`, by a copy if it is elsewhere.
 
     It is copied from its old path if this node can open that, or else from the replica if a stop
-    left the replica complete. An outdated database at `location.file` is removed.
+    left the replica complete, with the number of transactions that store.json records. An outdated
+    database at `location.file` is removed.
 
     Returns:
         None if the database is at `location.file` or the run is new. Otherwise the reason why it
@@ -123,15 +125,15 @@ def fetch_database(location: StoreLocation) -> str | None:
         sqlite3.Error: SQLite cannot copy the database.
     """
     file, record = location.file, read_record(location.run_file)
-    # The run is new, or an older version of this program, which wrote no store.json, has started
-    # it.
+    # Without store.json, the run either is new or was started by an older version of this program.
     if record is None:
         if file.exists() or not (location.run_file.exists() or location.replica.exists()):
             return None
         record = StoreRecord(socket.gethostname(), None, 0)
     elif record.names(location) and file.exists():
         here = record.file is None or record.host == socket.gethostname()
-        # The file at that path may be outdated, from before the run moved to another node.
+        # If store.json names another node, the file at the same path on this node may be from
+        # before the run moved to that node. It is current only if it has the newest lineage.
         if here or _as_far_as_readable(file, _newest_lineage) == record.lineage:
             return None
         logger.warning("removing %s, because the run has continued on another node since", file)
@@ -222,7 +224,7 @@ def _newest_lineage(connection: sqlite3.Connection) -> int | None:
 def _as_far_as_readable(
     file: Path, read: Callable[[sqlite3.Connection], T], *, immutable: bool = False
 ) -> T | None:
-    """Return the result of `read` on a connection to `file`; None if the file cannot be read."""
+    """Open the database `file` and return the result of `read`; None if reading fails."""
     try:
         with closing(schema.connect(file, read_only=True, immutable=immutable)) as connection:
             return read(connection)
@@ -263,11 +265,13 @@ def _copy(
     part = target.with_name(f"{target.name}{_PART}{secrets.token_hex(4)}")
 
     def on_disk(status: int, remaining: int, total: int) -> None:
-        # Without this, the fsync at the end would have to write the whole copy at once.
+        # Force each 8 MiB to disk when it is copied. Otherwise the fsync at the end would have to
+        # write the whole copy at once, and commits to the same disk would wait for that.
         force_to_disk(part)
         on_progress()
 
-    # Without locks: no other process opens the file yet, and its file system may not support locks.
+    # Open the copy without file locks. They are not needed, because no other process opens the file
+    # yet, and its file system may not support them.
     unlocked = f"{part.absolute().as_uri()}?vfs=unix-none"
     try:
         # SQLite would make the file with mode 644 at most, even if the umask allows more.
@@ -279,7 +283,7 @@ def _copy(
             sink.execute("PRAGMA journal_mode=OFF")
             sink.execute("PRAGMA synchronous=OFF")
             connection.execute("BEGIN")
-            # The first read fixes the moment that the copy shows.
+            # SQLite takes its snapshot at the first read of a transaction, not at BEGIN.
             connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
             connection.backup(sink, pages=_PAGES_AT_ONCE, progress=on_disk)
         replace_durably(part, target)
@@ -314,7 +318,8 @@ class Replicator:
     def start(self) -> None:
         """Start copying the committed content of the database to the replica in the background.
 
-        If a copy is running, another one is made after it.
+        If a copy is already running, another one is made after it, since the running copy lacks
+        later transactions.
         """
         if self._task is not None and not self._task.done():
             self._again = True
@@ -329,7 +334,8 @@ class Replicator:
         """
         await self.finish()
         try:
-            # The lock is kept until `leave` has removed the database.
+            # Closing the writer releases its handle of the lock. This handle keeps the store locked
+            # until `leave` has deleted the database.
             self._lock = self._writer.share_lock()
             position = await self._writer.wait(self._writer.barrier())
         except ComponentFailure:

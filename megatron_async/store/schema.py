@@ -2,8 +2,8 @@
 
 Invariants
 - Every row ends with a CRC-32 over its table's name and its other columns (except for the automatic
-  key of `chunks`). SQLite checks the structure of its pages, not their content; with the CRC a row
-  is known either to be what was written or to be damaged.
+  key of `chunks`). The CRC detects a row that differs from what was written, which SQLite does not:
+  SQLite checks the structure of its pages, but not the content of rows.
 - Rows are written whole and never updated in place by SQL expressions.
 - The columns of a table are the fields of its row class, with the key first and bytes last.
   Renaming or moving a field therefore makes a new format.
@@ -28,7 +28,8 @@ FORMAT = 8
 APPLICATION_ID = 0x4D415453  # "MATS"
 PAGE_BYTES = 8192
 EXPORT_NAME = "trajectories.jsonl"
-# One statement inserts up to this many rows, because each statement releases and acquires the GIL.
+# One statement inserts up to this many rows. With one statement per row, the writer thread would
+# release the GIL for every row, and might have to wait for other threads to get it back.
 _ROWS_PER_INSERT = 250
 _CACHE_KIB = 64 * 1024
 _WAL_PAGES = 16 * 1024 * 1024 // PAGE_BYTES
@@ -259,7 +260,8 @@ def checksum(table: str, values: Sequence[Value]) -> int:
         table: Name of the table.
         values: The row without its CRC. Only the last value may be bytes.
 
-    A chunk with no columns beyond token ids and log-probs has the same CRC as in format 4.
+    The CRC of a chunk without columns beyond token ids and log-probs leaves out the field
+    `columns`; it is the same as in format 4, which did not have that field.
     """
     last = values[-1]
     if isinstance(last, bytes):

@@ -49,16 +49,17 @@ class StoreState:
             continues counting from there.
         batches: Batches of all lineages by key. Of the batches that compaction has emptied, only
             the newest of each lineage is certain to be included.
-        batch_keys: Keys for new batches. They are larger than every existing key, also than those
-            of `undone_batches`, since these may be deleted in the transaction of the first new
-            batch.
+        batch_keys: Keys for new batches. They are larger than every existing key, including those
+            of `undone_batches`: a transaction executes its deletions last, so that a new batch with
+            the key of an undone batch could be deleted with it.
         turn_keys: Keys for new turns, which are larger than every existing key.
         checkpoints: Finalized checkpoints of all lineages, in the order in which they were
             recorded.
         groups: Groups by id.
         records: Trajectories by id.
         changed: Trajectories whose rows opening has changed (`first_writes` writes them).
-        set_aside: Groups that opening excluded from training, since they may have been trained.
+        set_aside: Groups that opening excluded from training, since they may have been trained
+            already. There are none unless the store may have lost transactions.
         undone_batches: Batches of the current lineage at or after the step that it continues from,
             which opening deletes; their trajectories are scored again.
         recovery: What was wrong with the database; None if nothing was.
@@ -96,9 +97,9 @@ class StoreState:
 
         The size is the number of trajectories that the database still has.
 
-        Batches of its ancestors that it continues are included. A batch that the trainer dropped
-        has 0. Trajectories that compaction removed are not counted; a batch of which it removed all
-        is left out.
+        The batches of earlier lineages that the current lineage continues are included. A batch
+        that the trainer dropped has size 0. Trajectories that compaction removed are not counted. A
+        batch of which compaction removed all trajectories is left out.
         """
         on_path = Consumption.at(self.tree, self.lineage)
         return {
@@ -120,10 +121,10 @@ class StoreState:
         ]
 
     def batch_members(self, group: GroupRecord) -> list[TrajectoryRecord]:
-        """Return the trajectories of `group` that a batch would contain: all that are not dropped.
+        """Return the trajectories of `group` that are not dropped, which go into the group's batch.
 
         Raises:
-            ValueError: One of them is not scored, or a trajectory of the group is in a batch
+            ValueError: A trajectory of the group is neither scored nor dropped, or is in a batch
                 already.
         """
         members = [self.records[i] for i in group.trajectory_ids]
@@ -170,7 +171,8 @@ def load_state(
         lineage: Number of the lineage. A number that the store has already must be the newest.
         step: Policy number at which the lineage begins or continues.
         parent: Lineage of the restored checkpoint; None means the newest lineage of the store.
-        position: Number of transactions that the trainer has seen; None if unknown.
+        position: Number of transactions that the store had committed when the restored checkpoint
+            was saved, so that the trainer may have seen all of them; None if unknown.
 
     Raises:
         UserError: The lineage cannot be begun.
@@ -187,7 +189,8 @@ def load_state(
             if found.position >= needed:
                 return found
             reason = f"ends at transaction {found.position}"
-    # Whether it is unknown up to which transaction the trainer has seen the store.
+    # The trainer has trained (`step` > 0), but the checkpoint does not record how many transactions
+    # the store had. Then the trainer may have seen more of them than a replica has.
     unknown = position is None and step > 0
     return _choose_copy(location, read, found, reason, needed, unknown)
 
@@ -206,7 +209,7 @@ def first_writes(state: StoreState, writer: StoreWriter) -> None:
         writer.put(record.row)
     for group in state.set_aside:
         writer.execute("DELETE FROM groups WHERE group_id = ?", (group.group_id,))
-        # Their chunks and turns are left for the next compaction to delete.
+        # The chunks and turns of these trajectories are deleted by the next compaction.
         bounds = (group.trajectory_ids[0], group.trajectory_ids[-1])
         writer.execute("DELETE FROM trajectories WHERE trajectory_id BETWEEN ? AND ?", bounds)
 
@@ -214,9 +217,9 @@ def first_writes(state: StoreState, writer: StoreWriter) -> None:
 def _read_checked(
     read: Callable[[Path], StoreState], file: Path
 ) -> tuple[StoreState | None, str | None]:
-    """Load `file` with `read`; return the state and None, or None and a description of the damage.
+    """Load `file` with `read`; return (state, None), or (None, description of the damage).
 
-    An error that is not damage, such as a locked file, is raised.
+    An error that is not damage, such as that of a locked file, is raised.
     """
     try:
         return read(file), None
@@ -242,9 +245,10 @@ def _choose_copy(
     Args:
         location: Where the database is.
         read: Loads the state from a database file.
-        found: State of the database; None if it is damaged or missing.
+        found: State of the database; None if the database is damaged, missing or out of reach.
         reason: What is wrong with the database, as the end of a sentence about it.
-        needed: Number of transactions that the trainer has seen; 0 if unknown.
+        needed: Number of transactions that the store had committed when the restored checkpoint was
+            saved; 0 if unknown.
         unknown: Whether the trainer may have seen more transactions than `needed`.
     """
     known = None if found is not None else recovery.counters_of(location.file, needed)
@@ -343,7 +347,8 @@ def _begin_lineage(
             del state.batches[batch.id]
         return
     if parent is None or (behind and parent not in tree):
-        # What the newest lineage has consumed will not be consumed again.
+        # Continue the newest lineage that the store has. Its batches before `step` then count as
+        # consumed, so that the trainer does not get them again.
         parent = tree.newest if tree else None
     if parent is not None and not behind:
         check_serves(path, tree, state.exported, PolicyVersion(parent, step))

@@ -1,22 +1,22 @@
-"""Provides `TrajectoryStore`, which durably stores every token of a run, from prompt to gradient.
+"""Provides `TrajectoryStore`, which durably stores every token of a run and what is trained on it.
 
 Invariants
 - Only one process writes (a lock file keeps other processes out), and it writes through one thread;
   `append` and the other methods that are not `async` only change memory. Other processes read the
   store through `StoreReader`.
-- What an awaited method has confirmed survives the death of any process: the end of a trajectory is
-  confirmed once it is committed. A kill loses at most the current chunk of a running trajectory, if
-  its source awaits `written` after each `append`.
+- When an awaited method such as `sync` returns, the changes before it are committed and survive the
+  death of any process. If the caller awaits `written` after each `append`, a killed process loses
+  at most the current chunk of a running trajectory.
 - The end of a trajectory is in one transaction with its last tokens (`append(..., end=...)`), so
   that no later process can find these tokens without the end and generate more.
-- Whether a trajectory is consumed is stored in no state column: batches name the lineage and the
-  step at which they were made, and a checkpoint manifest commits the batches on its path
-  (`lineage`). So a resume from any kept checkpoint sees the right batches, and changes nothing
-  except that it begins a new lineage.
+- No column stores whether a trajectory is consumed (trained). It is computed: a batch records the
+  lineage and the step for which it was made, and it counts as consumed at a checkpoint if that step
+  is on the sequence of updates to the checkpoint (see `lineage`). So a resume from any kept
+  checkpoint sees the right batches, although it only adds a lineage to the store.
 - Ids only grow and are never used twice.
-- A trajectory has one writer: `append` and `end_request` refuse every request other than its
-  current request, so that a stream that outlives its request cannot add tokens to those of its
-  successor.
+- Only one request at a time may add tokens to a trajectory: `append` and `end_request` refuse every
+  request but the current one. So when a request has been replaced by another one, tokens that its
+  stream still delivers are refused.
 """
 
 import asyncio
@@ -137,7 +137,8 @@ class TrajectoryStore:
         """Start the writer thread for a store that `open` has loaded; only `open` calls this."""
         self._location, self._settings, self._state = location, settings, state
         self._branch_points = state.tree.branch_points(state.lineage)
-        # The counts are maintained, because the status of a run is queried again and again.
+        # The counts are updated with every change of a state, so that the status of a run, which is
+        # queried often, need not count all trajectories.
         self._counts = state.counts()
         self._serials = itertools.count(1)
         self._reading: sqlite3.Connection | None = None
@@ -310,8 +311,9 @@ class TrajectoryStore:
     async def written(self, trajectory_id: int) -> None:
         """Wait until every chunk of the trajectory that was passed to the writer is committed.
 
-        Usually there is nothing to wait for. A source of tokens that awaits this method after each
-        `append` is slowed to the pace of the disk, and a kill takes at most one chunk from it.
+        Usually there is nothing to wait for. A caller that awaits this method after each `append`
+        cannot append faster than the disk writes, so that a killed process loses at most one chunk
+        of each trajectory.
 
         Raises:
             LookupError: The trajectory is not in the store.
@@ -327,8 +329,9 @@ class TrajectoryStore:
     def end(self, trajectory_id: int, reason: FinishReason) -> None:
         """End the response of a trajectory with `reason`; the trajectory becomes finished.
 
-        If the trajectory is an episode, its newest turn ends instead, and it becomes waiting. The
-        last tokens must have been appended. The end is committed once a later `sync` returns.
+        If the trajectory is an episode, its newest turn ends instead, and the episode becomes
+        waiting (for its environment). The last tokens must have been appended. The end is committed
+        once a later `sync` returns.
         """
         record = self._record(trajectory_id)
         if record.turns:
@@ -413,7 +416,7 @@ class TrajectoryStore:
             record.forget_tokens()
 
     def drop_batch(self, step: int, reason: DropReason) -> int:
-        """Drop the batch of update `step` and all its trajectories, for `reason`, and count them.
+        """Drop the batch of update `step` and all its trajectories; return how many there are.
 
         This is for a batch that the trainer cannot use.
 
@@ -475,11 +478,11 @@ class TrajectoryStore:
         return self._writer.position
 
     async def checkpoint_finalized(self, step: int, kept: Sequence[PolicyVersion]) -> None:
-        """Record that the checkpoint of `step` is finalized, and start to move trajectories that no
-        restorable checkpoint needs from the database to the export file.
+        """Record that the checkpoint of `step` is finalized, and start a compaction.
 
-        This compaction runs in the background; the call only waits for an earlier one. Call this
-        once the checkpoint's manifest is on disk.
+        A compaction moves trajectories that no restorable checkpoint needs from the database to the
+        export file. It runs in the background. This method only waits for an earlier compaction to
+        end. Call it once the checkpoint's manifest is on disk.
 
         Args:
             step: Step of the checkpoint, which this start or resume of the run (the current
@@ -540,18 +543,19 @@ class TrajectoryStore:
         return [self.load_group(group.group_id) for group in self._state.live_groups()]
 
     def branch_points(self) -> dict[int, int]:
-        """Return for every other lineage the last policy number that it shares with the current
-        lineage.
+        """Return, for every other lineage, the last policy number at which it has the same weights
+        as the current lineage.
 
         A lineage is the part of the run from a start or resume to the next resume.
         """
         return dict(self._branch_points)
 
     def lag_number(self, version: PolicyVersion) -> int:
-        """Return the policy number that `version` counts as on the current lineage, for its lag.
+        """Return the policy number from which the lag of tokens of `version` is counted.
 
-        For a version of another lineage that is at most the last policy number that both lineages
-        share; see `number_on_lineage`.
+        For a version of the current lineage this is its own number. Another lineage has the same
+        weights as the current lineage up to the last policy number that both share; a later number
+        counts as that shared number.
         """
         return number_on_lineage(version, self.lineage, self._branch_points)
 
@@ -600,7 +604,7 @@ class TrajectoryStore:
 
     @contextmanager
     def _counted(self, record: TrajectoryRecord) -> Iterator[None]:
-        """Update the counts by state for the change that the block makes to `record`."""
+        """Keep the counts by state correct when the block changes the state of `record`."""
         self._counts[record.shown_state] -= 1
         try:
             yield

@@ -1,11 +1,10 @@
 """Provides `StoreWriter`, the thread that writes to a store's database.
 
-Callers queue rows in memory. The thread repeatedly takes everything that is queued and commits it
-as one transaction.
+Callers queue rows in memory. The thread repeatedly takes the whole queue, leaves an empty one, and
+commits what it took as one transaction.
 
 Invariants
-- Everything that is queued between two such swaps becomes one transaction: all of it is written, in
-  order, or nothing.
+- All rows that the thread takes at once are written, in order, or none of them.
 - The event loop never waits for the disk, since it only appends to a list in memory. It blocks only
   while `_MAX_PENDING_BYTES` are queued, and for `stall_seconds` at most.
 - The first error ends the thread. The next call raises it, and so does every barrier and job that
@@ -32,7 +31,8 @@ from megatron_async.files.lock import FileLock
 from megatron_async.store import schema as schema
 from megatron_async.store.schema import ChunkRow, Kind, ProgressRow, Row, TrajectoryRow
 
-# Time that the thread waits before a commit, to gather small writes, unless a caller waits for it.
+# Time in seconds for which the thread lets small writes accumulate before it commits them. It does
+# not wait if a caller is waiting for the commit.
 _LINGER_SECONDS = 0.005
 _MAX_PENDING_BYTES = 64 * 1024 * 1024
 _STALL_SECONDS = 60.0
@@ -46,7 +46,8 @@ class _Pending:
 
     Attributes:
         chunks: Chunks to insert, in order.
-        rows: Other rows to write; only the last row with the same key.
+        rows: Other rows to write, by table and key, so that a later row replaces an earlier one
+            with the same key.
         statements: SQL deletions with their parameters, executed after all rows are written.
         jobs: Functions to run after the commit, with the futures of their results.
         size: Approximate number of queued bytes.
@@ -132,8 +133,8 @@ class StoreWriter:
     def transaction(self) -> Iterator[None]:
         """Make everything that the block queues part of one transaction.
 
-        If the block queues a chunk, that must come first, because `add_chunk` may wait for space in
-        the queue and then lets the thread take what is already queued.
+        If the block queues a chunk, it must do so before anything else. `add_chunk` may wait for
+        space in the queue, and while it waits, the thread may commit what is already queued.
         """
         with self._gathering():
             yield
@@ -154,7 +155,8 @@ class StoreWriter:
         """
         row = schema.with_checksum(chunk)
         with self._gathering():
-            # Waiting releases the queue to the thread, so this comes before anything is queued.
+            # While this waits, the thread may take the queue. So wait before queueing anything;
+            # otherwise the chunk and its trajectory's row could be in different transactions.
             self._wait_for_space()
             self._pending.chunks.append(row)
             self._pending.size += len(chunk.data)
@@ -219,7 +221,7 @@ class StoreWriter:
         return await waiter
 
     async def _acknowledge(self) -> None:
-        """Complete the callers of `committed`, one barrier after another, until no caller waits."""
+        """Let waiting calls of `committed` return, one barrier after another, until none waits."""
         try:
             while self._waiters:
                 waiters, self._waiters = self._waiters, []
@@ -371,7 +373,8 @@ class StoreWriter:
         try:
             result = job(connection)
         except (OSError, schema.DamagedStore) as error:
-            # The caller of the job handles these errors; any other error also ends the writer.
+            # The caller of the job gets every error. These errors concern only the job; any other
+            # error also ends the writer.
             future.set_exception(error)
         except BaseException as error:
             future.set_exception(error)
@@ -385,6 +388,7 @@ class StoreWriter:
             waiting = [*pending.jobs, *self._pending.jobs]
             self._changed.notify_all()
         for _, future in waiting:
-            # A job that is not done was never started, and its caller may cancel it at any moment.
+            # A job that is not done was never started. Marking it as running keeps its caller from
+            # canceling it before the exception is set, which would raise an error here.
             if not future.done() and future.set_running_or_notify_cancel():
                 future.set_exception(self._failure())
