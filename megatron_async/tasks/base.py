@@ -3,13 +3,14 @@
 A problem is held out when it is reserved for evaluation and never trained on.
 
 Invariants
-- Prompts are a pure function of the settings and the position: a run that is restored at a position
-  asks exactly the problems that an uninterrupted run would have asked.
+- Training prompts have a fixed endless order. The settings alone decide which prompt is at which
+  position of it, so a run that is restored at a position continues with exactly the prompts that an
+  uninterrupted run would have read.
 - A problem is never both trained on and held out. `is_heldout` decides by a hash of the problem's
   own text and nothing else, so no seed, count or order can make training see a held-out problem.
 - A prompt's payload is JSON. Together with the response's text, it is all that a scorer needs.
-  `row_payload` makes it for every source, so a scorer always finds question, answer and metadata
-  there.
+  `row_payload` makes the payload for every source, so that every payload contains the question, the
+  reference answer and the metadata.
 """
 
 import hashlib
@@ -64,17 +65,18 @@ class Problem:
     def key(self) -> int:
         """64-bit hash of the question and the non-system messages before it.
 
-        The same text has the same key in every file. Whitespace and case do not matter.
+        It identifies the problem: equal texts have equal keys, in whatever file they are.
+        Whitespace and case do not matter.
         """
         earlier = [m["content"] for m in self.messages[:-1] if m["role"] != "system"]
         return question_key("\x1e".join([*earlier, self.question]))
 
 
 def asked_keys(messages: tuple[Message, ...]) -> set[int]:
-    """Return the keys of all questions that the user asks in a conversation.
+    """Return the keys (`Problem.key`) of all questions that the user asks in a conversation.
 
-    Each user message contributes two keys: that of the message by itself, and that of the message
-    together with all messages before it.
+    Each user message contributes two keys: one for the message by itself, and one for the message
+    together with all messages before it. A held-out problem may have either key.
     """
     return {
         Problem(message["content"], {}, messages=asked).key

@@ -55,15 +55,18 @@ def build_task(
             for name, (setting, file) in files.items()
         }
     except UserError:
-        # The evaluation sets share settings of the task. If such a setting is wrong, building the
-        # training source fails too, with an error that names the task's own file.
+        # The evaluation sets use some settings of the task. If such a setting is wrong, building
+        # the training source fails too. Do that first, because its error names the task's own file,
+        # where the user looks for the mistake. Otherwise raise the error of the evaluation set.
         build_source(config, prompts=prompts)
         raise
     elsewhere = {key for file in evaluated.values() for key in file.keys}
     source = build_source(config, elsewhere, prompts)
     stops = stop_tokens(model_path, tokenizer)
     task = TextTask(config, source, tokenizer, prompts, stops, evaluated, has_episodes=has_episodes)
-    task.train_prompts(0, 1)  # report a template that does not fit now instead of during the run
+    # Make one prompt now, so that a template that does not fit the problems is reported before the
+    # run starts.
+    task.train_prompts(0, 1)
     return task
 
 

@@ -6,10 +6,10 @@ Invariants
 - Every worked answer ends with `ANSWER_MARKER` and an answer that scores 1.
 - A worked answer is a pure function of the problem and a seed.
 
-Worked answers come in two styles, as in collected data: full ones write out every step and are
-long; direct ones state only the result. A model that imitates both answers many problems without
-working and gets them wrong. Reinforcement learning is left to discover that writing out the steps
-pays.
+Worked answers, from which supervised fine-tuning learns, come in two styles: full answers write out
+every step and are long, and direct answers state only the result. A model that imitates both styles
+answers many problems directly and gets them wrong. So there is something left for reinforcement
+learning to learn, which is that writing out the steps is rewarded more often.
 """
 
 import itertools
@@ -24,7 +24,7 @@ ANSWER_MARKER: Final = "#"
 STEP_SEPARATOR: Final = ";"
 
 _MAX_DIGITS: Final = 1000
-"""Limit of `max_digits`; Python refuses to convert integers of more than 4,300 digits."""
+"""Upper limit of `max_digits`. Python converts integers to text only up to 4,300 digits."""
 
 _CHAIN: Final = re.compile(r"\d+([+-]\d+)*")
 _QUESTION: Final = "State the final answer to the following arithmetic problem: {expression} ="
@@ -32,9 +32,10 @@ _QUESTION: Final = "State the final answer to the following arithmetic problem: 
 
 @dataclass(frozen=True)
 class ChainSums:
-    """An endless sequence of problems that each add and subtract integers with equally many digits.
+    """An endless sequence of problems that add and subtract integers.
 
-    `direct_share` is the share of worked answers that state only the result.
+    All integers of one problem have equally many digits. `direct_share` is the share of worked
+    answers that state only the result.
 
     Raises:
         ValueError: If a range is empty or starts below 1, if `max_digits` exceeds 1000, or if
@@ -101,7 +102,7 @@ class ChainSums:
 
 
 def chain_sum_steps(expression: str) -> tuple[list[int], list[str]]:
-    """Return the running totals and the steps of a sum: for `4 - 1 + 2`, 4, 3, 5 and -1, +2.
+    """Return a sum's running totals and its steps; for `4 - 1 + 2`: ([4, 3, 5], ["-1", "+2"]).
 
     Raises:
         ValueError: If `expression` is not a chain of additions and subtractions.

@@ -1,8 +1,8 @@
 """Detects data files that changed between the start of a run and its resume.
 
-Once a file has changed, a position in the data, the side of a problem (trained on or held out), and
-a number measured on an evaluation set mean something else. So a resumed run must read the rows that
-it started with.
+A resumed run must read the same rows as at its start. With other rows, the position that the run
+has saved would point to another problem, problems that were trained on might now be held out for
+evaluation, and numbers measured on an evaluation set could not be compared.
 """
 
 import hashlib
@@ -28,8 +28,8 @@ def data_identity(config: RunConfig, known: Mapping[str, Any] | None = None) -> 
 
     Args:
         config: The run's settings.
-        known: An earlier result. A file whose size and inode change time are the same as there is
-            not read again; its earlier hash is returned.
+        known: An earlier result of this function. A file whose size and inode change time are as in
+            that result is not read again; the earlier hash is returned.
 
     Raises:
         UserError: If a file cannot be read.
@@ -63,7 +63,7 @@ def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     for setting, was in before.items():
         is_now = now.get(setting)
         if is_now is None or any(is_now[name] != was[name] for name in ("path", "split")):
-            continue  # a resume reports changed settings separately
+            continue  # The resume compares settings itself and reports this change.
         old, new = ({n: f["digest"] for n, f in s["files"].items()} for s in (was, is_now))
         kinds = {
             "changed": [name for name in old.keys() & new.keys() if old[name] != new[name]],

@@ -32,7 +32,8 @@ from megatron_async.tasks.layouts import Columns, value_at
 from megatron_async.tasks.prompts import PromptRenderer
 from megatron_async.tasks.rows import MAX_BAD_ROWS_SHOWN, open_rows, report_bad_rows
 
-# Allowance for what a chat template writes around one message; templates write less.
+# Number of bytes assumed for what a chat template writes around one message, such as its role.
+# Templates write less, so that the size of a prompt is not underestimated.
 _MESSAGE_BYTES = 64
 
 
@@ -152,10 +153,11 @@ class ProblemFile:
 
 
 def _size(problem: Problem, named: Collection[str]) -> int:
-    """Return about how many bytes a problem's texts take up in its prompt.
+    """Return an upper estimate of the number of bytes that a problem's texts need in its prompt.
 
     Args:
-        problem: The problem, whose chat messages get an allowance for what a chat template adds.
+        problem: The problem. `_MESSAGE_BYTES` are added for each of its chat messages, for what a
+            chat template writes around it.
         named: Names of the problem's fields that its prompt template uses.
     """
     texts = [problem.fields.get(name, "") for name in named]
@@ -197,13 +199,17 @@ class _Epochs:
 def file_for_turn(position: int, weights: Sequence[Fraction]) -> tuple[int, int]:
     """Return which file is read at `position`, and how many earlier positions read that file.
 
-    Files alternate by weight. The first file has had floor(position × its share) positions, and the
-    other files divide the remaining positions in the same way: at every position, each file is
-    within one of its share, or of its share of the remainder.
+    The files take turns in proportion to their weights. Of the first p positions, the first file
+    gets floor(p * weight / sum of all weights). The other files divide the remaining positions in
+    the same way among themselves, and so on. So no file is ever a whole position away from its
+    share of the positions that the files before it leave.
 
     Args:
         position: Position in the joint order of all files, counted from 0.
-        weights: Weight of each file; its share is the weight divided by the sum of weights.
+        weights: Weight of each file.
+
+    Returns:
+        The index of the file, and the number of earlier positions that read it.
     """
     left = position
     total = sum(weights, Fraction(0))
@@ -288,9 +294,9 @@ class FileProblems:
         return self._epochs[number].at(place)
 
     def counts(self, heldout: int) -> tuple[int, int]:
-        """Return the numbers of training problems and of held-out problems, the latter capped.
+        """Return the number of training problems and the number of held-out problems.
 
-        The second number is at most `heldout`.
+        Held-out problems are counted up to `heldout` only.
         """
         return sum(len(epochs.kept) for epochs in self._epochs), min(len(self._heldout), heldout)
 

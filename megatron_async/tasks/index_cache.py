@@ -1,7 +1,7 @@
 """Caches the index of a large file of problems for the next process that reads the same file.
 
-Both the check at the start and the rollout manager need the index, and building it takes a quarter
-of a minute for a million rows.
+The index has the row number, key and size of each problem of the file. Both the check before a
+start and the process of the rollout manager need it, and building it takes 15 s for a million rows.
 
 Invariants
 - A cached index is used only for files of the same sizes and modification times, read under the
@@ -62,7 +62,7 @@ def cached_index(file: FileConfig, template: str, make: Callable[[], Index]) -> 
 
 
 def _stats(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield each file at `path`, which is a file or a folder, with its status."""
+    """Yield the file `path`, or each file below the folder `path`, with its `os.stat` result."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     return ((file, file.stat()) for file in files)
 

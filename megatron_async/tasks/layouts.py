@@ -108,7 +108,7 @@ class Columns:
         Args:
             row: The row, by column name.
             where: File and line (or row) of the row, for error messages.
-            answered: Whether the row must have an answer if these columns have one.
+            answered: Whether the row must have an answer if `answer` or `solution` names a column.
 
         Raises:
             UserError: If a column is missing or has an unusable value.
@@ -121,8 +121,10 @@ class Columns:
                 "the last message of a prompt must have the role 'user'"
             )
         question = messages[-1]["content"] if messages else _text(prompt, name, where)
-        # Used columns are left out of the metadata, with two exceptions: a mapping of which only
-        # one value is used (its name here has a dot), and a conversation with earlier messages.
+        # Columns that were used are left out of the metadata, with two exceptions: a column with a
+        # conversation, of which the question is only the last message, and a column with a nested
+        # mapping, of which only one value was used. The dotted name of such a value equals no key
+        # of the row, so it removes nothing below.
         used = {self.priority} if len(messages) > 1 else {name, self.priority}
         answer = ""
         if answered and (self.answer or self.solution):
@@ -225,9 +227,10 @@ LAYOUTS: Final[Mapping[str, Columns]] = MappingProxyType(
 
 
 def _fields(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Return the row values that a prompt template may use, as strings: texts, numbers, text lists.
+    """Return the values of a row that a prompt template may use, converted to strings.
 
-    A list of strings becomes a text with one line for each string.
+    These are strings, numbers and lists of strings. A list becomes a text with one line for each
+    string. Other values are left out.
     """
     fields = {}
     for key, value in metadata.items():
@@ -281,9 +284,9 @@ def _text(value: Any, name: str, where: str) -> str:
 def chat_messages(value: Any, where: str) -> tuple[Message, ...]:
     """Return a row's chat messages in the form that chat templates accept.
 
-    Contents become strings. All other fields are kept unless they are empty. The arguments of tool
-    calls become mappings. Only messages of tools, and messages with a call or a thought, may have
-    no content.
+    The content of each message becomes a string. All other fields are kept unless they are empty.
+    The arguments of tool calls become mappings. Only messages of tools, and messages with a tool
+    call or with reasoning, may have no content.
 
     Raises:
         UserError: If `value` is not a list of valid chat messages.

@@ -5,10 +5,12 @@ is an optional package (`reasoning_gym.py`).
 
 Invariants
 - A problem depends only on the task's arguments, the seed and the problem's index. Problems are
-  generated in chunks, and each chunk has a hash as its seed: a data set seeds item i with `seed +
-  i`, so that nearby seeds would produce the same problems.
-- The payload identifies the problem: its component of the mixture, its chunk's seed and its index
-  in the chunk. The scorer generates the problem again and raises an error if the answer differs.
+  generated in chunks of `CHUNK` problems. A data set generates item i of a chunk from the seed
+  `chunk seed + i`, so chunks with nearby seeds would share problems. Chunk seeds are therefore
+  hashes, which are far apart.
+- The payload of a problem has everything to generate it again: the set of arguments that was drawn
+  for it (its component of the mixture), its chunk's seed and its index in the chunk. The scorer
+  generates the problem again and raises an error if the answer differs.
 """
 
 import random
@@ -51,7 +53,8 @@ class ProceduralProblems:
         self.name = task_name(config)
         self._config = config
         self._datasets = _Datasets(config)
-        self._problem("check", config.train_seed, 0, 0)  # raises for arguments that are refused
+        # Generate one problem now: this raises an error if the task refuses the arguments.
+        self._problem("check", config.train_seed, 0, 0)
 
     def train(self, index: int) -> Problem:
         """Return training problem `index`; if the drawn problem is held out, draw again."""
@@ -93,9 +96,9 @@ class ProceduralProblems:
         return found
 
     def counts(self, heldout: int) -> tuple[None, int]:
-        """Return None, as training problems have no end, and the number of held-out problems.
+        """Return None, since training problems are endless, and the number of held-out problems.
 
-        The number of held-out problems is at most `heldout`.
+        Held-out problems are counted up to `heldout` only.
         """
         return None, len(self._different_heldout(heldout))
 
@@ -116,7 +119,9 @@ class ProceduralProblems:
         return list(found.values())
 
     def worked(self, count: int) -> list[tuple[Problem, str]]:
-        """Return `count` training problems with worked answers, in a separate order of problems.
+        """Return `count` training problems with worked answers, for supervised fine-tuning.
+
+        Their order differs from the order in which reinforcement learning gets its problems.
 
         Raises:
             UserError: If the task is not chain_sum, which is the only one with worked answers.
@@ -136,9 +141,9 @@ class ProceduralProblems:
         return found
 
     def _training_problem(self, purpose: str, index: int) -> Problem:
-        """Return problem `index` of an order, drawn again until it is not held out.
+        """Return problem `index` of the order that `purpose` and `task.train_seed` determine.
 
-        `purpose` and `task.train_seed` determine the order.
+        If the drawn problem is held out for evaluation, another one is drawn for the same index.
 
         Raises:
             UserError: If every draw is held out.
@@ -186,9 +191,9 @@ class ProceduralScorer:
         self._datasets = _Datasets(config)
 
     def score(self, payload: Mapping[str, Any], text: str) -> tuple[float, dict[str, float]]:
-        """Return the reward of the final answer in `text`, and the components of the reward.
+        """Score a response: return its reward and the components of the reward by name.
 
-        A text without an answer has reward 0.
+        The final answer in `text` is scored. A text without an answer has reward 0.
 
         Raises:
             ValueError: If the data set now generates another problem for the same seed and index.

@@ -239,9 +239,9 @@ class PromptRenderer:
     def check(self, problem: Problem) -> None:
         """Raise a UserError if a problem cannot be rendered as a prompt.
 
-        A chat template treats all prompts that are a single text alike, so only the first of them
-        goes through the template. Tokens are checked only if the tokenizer has more of them than
-        the model.
+        Of the problems that are a single text, only the first goes through the chat template: if
+        the template accepts one text, it accepts all. Tokens are checked only if the tokenizer has
+        more tokens than the model has embeddings for.
         """
         if self._has_episodes:
             self.messages(problem)

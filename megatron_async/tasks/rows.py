@@ -39,8 +39,9 @@ _BATCH_ROWS: Final = 1000
 _IN_MEMORY_BYTES: Final = 64 << 20
 _SUFFIXES: Final = (".parquet", ".jsonl", ".json", ".ndjson", ".arrow")
 _COMPRESSED: Final = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
-# Matches number and total of a shard at the end of a file name without its suffix, also if a hash
-# follows. Examples of file names: train-00000-of-00002.parquet, part_1_of_4.jsonl.
+# Matches the number of a shard and the total of shards at the end of a file name without its
+# suffix, with or without a hash after them. Examples: train-00000-of-00002.parquet,
+# part_1_of_4.jsonl.
 _SHARD: Final = re.compile(r"(?:^|[-_.])(\d+)[-_.]of[-_.](\d+)(?:[-_.][0-9a-f]{6,})?$")
 # Matches file names that do not name a split, so that the name of their folder does:
 # part-00000.parquet, 0.parquet.
@@ -118,8 +119,8 @@ def report_bad_rows(
         of: Number of rows in the file.
         mode: Value of `task.bad_rows`. With "skip", bad rows only cause a warning, unless all rows
             are bad.
-        readable: Whether some bad rows have the right columns; if not, the error suggests to set
-            them.
+        readable: Whether some bad rows have the expected columns. If not, the error suggests to
+            check the file's format and to set `layout` or `columns`.
 
     Raises:
         UserError: If `mode` is not "skip", or if all rows are bad.
@@ -202,7 +203,8 @@ def _directory(folder: Path, split: str, setting: str) -> list[Path]:
             )
         return [folder / name for name in _names(state, "_data_files", what)]
     by_split: dict[str, list[Path]] = {}
-    # Examples of names: train-00000-of-00002.parquet, test.jsonl, train/0.parquet.
+    # The split of a file is in its name or in the name of its folder. Examples:
+    # train-00000-of-00002.parquet, test.jsonl, train/0.parquet.
     for file in _data_files(folder):
         stem = _SHARD.sub("", _plain(file).stem)
         name = file.parent.name if _PART.fullmatch(stem) else stem
@@ -365,8 +367,9 @@ class _JsonlRows:
         begin = self._begins[index]
         line = os.pread(self._descriptor, self._ends[index] - begin, begin)
         row = None
-        # orjson is fast, but it rounds whole numbers of more than 64 bits, and `parse_json` below
-        # describes errors better.
+        # orjson is fast, but it rounds whole numbers of more than 64 bits. Lines with such numbers,
+        # and lines that orjson refuses, go to `parse_json` below, which also describes errors
+        # better.
         if not _LARGE_NUMBER.search(line):
             with suppress(orjson.JSONDecodeError):
                 row = orjson.loads(line)
@@ -388,7 +391,7 @@ class _JsonlRows:
 
 
 def _arrow() -> Any:
-    """Return the module pyarrow, whose slow import only users of Parquet and Arrow files need."""
+    """Import and return pyarrow, here because the import is slow and JSONL files do not need it."""
     import pyarrow.ipc
     import pyarrow.parquet
 
@@ -498,10 +501,10 @@ def _holds_bytes(kind: Any, types: Any) -> bool:
 
 
 def _column(name: str, value: Any) -> Any:
-    """Return an Arrow column's value as JSON, without the nulls that Arrow adds to mappings.
+    """Return an Arrow column's value as JSON; remove nulls from chat messages and tools.
 
     In a list of mappings, Arrow gives every mapping the keys of all others, with null where a
-    mapping lacks a key. Those keys are removed from the columns with chat messages and tools.
+    mapping lacked the key. A chat message or tool must not have such additional keys.
     """
     found = _json(value)
     first = found[0] if isinstance(found, list) and found else None

@@ -60,7 +60,7 @@ class SeedProblems:
         return list(itertools.islice(filter(self._heldout, drawn), count))
 
     def counts(self, heldout: int) -> tuple[None, int]:
-        """Return None and `heldout`, since neither training rows nor held-out rows have an end."""
+        """Return None and `heldout`, since both training rows and held-out rows are endless."""
         return None, heldout
 
     def problems_longer_than(self, size: int) -> Iterator[tuple[ProblemLocation, Problem]]:

@@ -35,11 +35,12 @@ from megatron_async.trajectory.types import IntArray, Prompt
 # Largest number of special tokens that a tokenizer is assumed to put around a text, when
 # `check_lengths` estimates how many tokens a prompt may have.
 _SPECIAL_TOKENS = 8
-# Number of prompts that `check_lengths` tokenizes, so that it takes seconds.
+# Largest number of prompts that `check_lengths` tokenizes; more would take longer than seconds.
 _MAX_TOKENIZED = 2000
 # Number of characters of a prompt that are shown at the start of a run.
 _MAX_SHOWN = 2000
-# Names, in transformers 4 and 5, of the class that needs only `tokenizer.json`.
+# Names that transformers 4 and 5 give to the same class: tokenizers that are completely described
+# by `tokenizer.json`. They are loaded without AutoTokenizer, whose import is slow.
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
@@ -102,8 +103,7 @@ class TextTask:
     def check_evaluation(self, count: int, name: str, longest: int | None) -> None:
         """Raise a UserError if a prompt of the evaluation set `name` cannot be made or is too long.
 
-        A prompt that is too long is accepted with `task.long_prompts: drop`: then it counts as
-        answered wrong.
+        With `task.long_prompts: drop`, a prompt may be too long; it then counts as answered wrong.
 
         Args:
             count: Number of prompts to check, from the first on; 0 for all.
@@ -155,9 +155,9 @@ class TextTask:
         with `refuse`, one such prompt raises an error; with `drop`, and for environments, nothing
         is checked. Of problems that are generated endlessly, only the first is checked.
 
-        A token is at least one byte long, so only prompts with more bytes than they may have tokens
-        are tokenized. With `refuse`, at most 2,000 of these are tokenized, so that the check takes
-        seconds; later prompts are checked when they are admitted.
+        To save time, only prompts with more bytes than they may have tokens are tokenized, since
+        every token has at least one byte. With `refuse`, at most 2,000 of these are tokenized, so
+        that the check takes seconds; the others are checked when the run reads them.
 
         Raises:
             UserError: If a prompt is too long and may not or cannot be removed.
@@ -249,8 +249,9 @@ class TextTask:
     def _keys(self, row: Mapping[str, Any], messages: tuple[Message, ...]) -> set[int]:
         """Return the keys of all questions that a conversation asks (see `asked_keys`).
 
-        With `task.kind: seeds`, the conversations of an environment all start alike, so the only
-        key is that of the row's seed; a row without a seed has no key.
+        With `task.kind: seeds`, all conversations may start with the same message, which therefore
+        identifies no problem. The only key is then that of the row's seed; a row without a seed has
+        none.
         """
         if self._config.kind == "seeds":
             return {seed_problem(row["seed"]).key} if "seed" in row else set()
@@ -278,7 +279,7 @@ class TextTask:
         return Prompt(np.zeros(0, np.int32), self.source.name, payload, problem.priority)
 
     def _example(self, problem: Problem, response: str) -> WorkedExample:
-        """Return a problem and a response as a supervised example; append the end-of-text token."""
+        """Tokenize a problem and a response as a supervised example; end it with end-of-text."""
         response_ids = self._prompts.encode(response, special_tokens=False)
         end = np.array([self._tokenizer.eos_token_id], dtype=np.int32)
         return WorkedExample(self.prompt_ids(problem), np.concatenate([response_ids, end]))
@@ -319,7 +320,7 @@ def load_tokenizer(model_path: str) -> Any:
     if _named_class(model_path) in _GENERIC_CLASSES:
         from transformers import PreTrainedTokenizerFast as Reader
     else:
-        from transformers import AutoTokenizer as Reader  # slow: this imports torch
+        from transformers import AutoTokenizer as Reader  # This import is slow: it imports torch.
 
     try:
         tokenizer = Reader.from_pretrained(
