@@ -12,8 +12,10 @@ this package and nothing else.
 - worker: a process that runs many episodes. workers: the client through which the rollout manager
   and evaluations call these processes.
 - agents: agents' episodes in a worker. programs: how a worker runs an agent's program.
-- gateway, chat: the OpenAI chat API over HTTP, and its formats. calls: which calls are the same.
-- matching: which branch of an episode a call continues. chat_codec: calls and responses as tokens.
+- gateway, chat: the OpenAI chat API over HTTP, and its formats. calls: queues an agent's calls, and
+  recognizes a call that repeats an earlier one.
+- matching: which branch of an episode a call continues. chat_codec: converts calls to tokens, and
+  responses to replies.
 - check: a trial episode that is played before a run starts.
 """
 

@@ -6,15 +6,16 @@ program and returns its first call as the first turn; `step` sends the policy's 
 call and returns the next call as the next turn.
 
 Invariants
-- An attempt is one execution of a program for an episode. It has an API key of its own, which is
-  created when the program starts and revoked when the attempt ends or is forgotten. Calls that then
-  wait for a response are refused. No error message about a program contains its key.
+- An attempt is one execution of a program for an episode. Each attempt has a separate API key,
+  which is created when the program starts and revoked when its episode ends or is forgotten. Calls
+  that still wait for a response at that moment are refused. No error message about a program
+  contains its key.
 - A call that cannot become a turn (too long for an engine, over a limit, or the chat template
   fails) is refused, and the program may continue. Only the value that the program returns, or the
   exception that it raises, ends its episode.
-- To restore an episode, its program runs from its start, and its repeated calls get the stored
-  responses. Stored turns that the program does not ask for again are `left` in the last
-  `StepResult`, and are not trained.
+- To restore an episode, its program is run again from its start. A call that it repeats gets the
+  stored response. Stored turns whose calls the program does not repeat are listed in the field
+  `abandoned` of the last `StepResult`, and are not trained on.
 """
 
 import asyncio
@@ -61,8 +62,8 @@ class _Attempt:
         calls: The program's calls and the turns that they became.
         key: API key that the program uses.
         program: Task that runs the program.
-        branch_tokens: For each turn, number of tokens of all turns from the first one of its
-            conversation to itself. The turn's own response counts once it is complete.
+        branch_tokens: For each turn, number of tokens of its conversation from the start up to and
+            including the turn. The turn's response is included once it is complete.
         stopped: For each turn, whether its response ended with a stop token.
         limit_error: Error sent for the last call that was too long or over a limit; empty if there
             was no such call.
@@ -115,7 +116,7 @@ class AgentWorker:
     async def begin(
         self, key: str, payload: Mapping[str, Any], room: int | None = None
     ) -> EpisodeStart:
-        """Start the program of new episode `key`; return its first call as the first turn's input.
+        """Start the program of a new episode; return its first call as the input of the first turn.
 
         Args:
             key: Key of the new episode.
@@ -153,7 +154,8 @@ class AgentWorker:
             key: Key of the episode.
             answer_ids: Tokens of the policy's response.
             turn: Number of the newest turn, whose call waits for the response.
-            room: Number of tokens that a call which continues this turn may add to its branch.
+            room: Number of tokens that the next call may add if it continues the conversation of
+                this turn.
             last: Whether further calls are refused, since a limit of the episode is reached.
             logprobs: Log-probability of each token of the response.
 
@@ -175,7 +177,8 @@ class AgentWorker:
                 return replace(stepped, counts=counts, notices=notices)
             reward, parts = self._final_reward(attempt)
             abandoned = attempt.calls.abandoned()
-            # A program that was run again may end without repeating any of its stored calls.
+            # If no client received any response, the reward does not depend on the policy. This
+            # happens if a program that was run again ends without repeating its stored calls.
             if len(abandoned) == len(attempt.calls.turns):
                 raise self._no_call_fault(" whose response it received")
             notices = (*notices, *self._needless_forks(attempt))
@@ -190,7 +193,7 @@ class AgentWorker:
         )
 
     async def restore(self, key: str, payload: Mapping[str, Any], turns: Sequence[Turn]) -> None:
-        """Restore episode `key` by running its program again; repeated calls get stored responses.
+        """Restore episode `key`: run its program again, and answer its calls with stored responses.
 
         Return once the program has repeated the call of the last turn, has made a call that is not
         stored, or has ended.
@@ -198,7 +201,8 @@ class AgentWorker:
         Args:
             key: Key of the restored episode.
             payload: Payload of the task's prompt, from which the program's row is made.
-            turns: Stored turns of the episode; the last one does not use its response.
+            turns: Stored turns of the episode. The call of the last one stays without a response,
+                which the next `step` sends.
 
         Raises:
             EnvironmentFault: The stored turns cannot be read with the current settings, or the
@@ -248,8 +252,8 @@ class AgentWorker:
         if attempt is not None:
             self._gateway.end(attempt.key)
             attempt.program.cancel()
-            # A program in a thread cannot be canceled; an error in place of the response that the
-            # program waits for makes it end.
+            # A program that runs in a thread cannot be canceled. So send an error to every call
+            # that waits for a response, which usually makes the program end.
             attempt.calls.end()
             await asyncio.wait([attempt.program], timeout=self._episode.step_seconds)
         return None
@@ -257,11 +261,12 @@ class AgentWorker:
     # ------------------------------------------------------------ one attempt
 
     async def _start(self, key: str, payload: Mapping[str, Any], turns: Sequence[Turn]) -> _Attempt:
-        """Start the program of episode `key`; register the stored `turns` of earlier attempts."""
+        """Start the program of episode `key`, and prepare its stored `turns` to be replayed."""
         url = await self._gateway.start()
         calls = AgentCalls(lambda: attempt.program.done())
         secret = self._gateway.open(calls)
-        # With `chat` false, `prompt` is the row's text; the row's messages are a separate argument.
+        # With `chat` false, `row_of` gives the prompt as text. The program gets the messages of the
+        # prompt as a separate argument, `messages`.
         row = row_of({**payload, "chat": False})
         row["messages"] = list(payload.get("messages", ()))
         program = asyncio.ensure_future(self._program(url, secret, row))
@@ -281,10 +286,14 @@ class AgentWorker:
         return attempt
 
     def _register_turn(self, attempt: _Attempt, turns: Sequence[Turn], turn: Turn) -> None:
-        """Register stored turn `turn` with the attempt's calls, so that a repeated call gets it.
+        """Register stored turn `turn`, so that the program's repeated call is answered from it.
 
-        Each turn but the newest also gets its stored response. `turns` are all turns of the
-        episode.
+        The newest turn is registered without a response, since the next `step` sends that.
+
+        Args:
+            attempt: The new attempt at the episode.
+            turns: All stored turns of the episode.
+            turn: The turn, one of `turns`.
         """
         newest = turn is turns[-1]
         state = json.loads(turn.state or b"{}") if newest else {}
@@ -308,7 +317,7 @@ class AgentWorker:
     def _deliver_response(
         self, attempt: _Attempt, turn: int, answer_ids: Sequence[int], logprobs: Sequence[float]
     ) -> dict[str, Any]:
-        """Send the policy's response to the call of turn `turn`; return the response to store."""
+        """Send the policy's response to the call of turn `turn`; return it in its stored form."""
         request = attempt.calls.turns[turn].request
         attempt.stopped[turn] = bool(len(answer_ids)) and answer_ids[-1] in self._stops
         stored = self._codecs.of(request.tools).stored(
@@ -340,9 +349,10 @@ class AgentWorker:
             last: Whether every call is refused, since a limit of the episode is reached.
 
         Returns:
-            The match of the call to a branch, the tokens that it adds, and its options as JSON,
-            which are stored with the turn. None once the program has ended, or has not ended within
-            `episode.step_seconds` after a call was refused as too long or over a limit.
+            Which turn the call continues (`Match`), the tokens that it adds, and its options as
+            JSON, which are stored with the turn. None if the program ends. Also None if a call was
+            refused as too long or over a limit, and `episode.step_seconds` later the program has
+            neither made an acceptable call nor ended.
 
         Raises:
             EnvironmentFault: The program neither made a call nor ended for `episode.step_seconds`.
@@ -398,12 +408,13 @@ class AgentWorker:
     def _final_reward(self, attempt: _Attempt) -> tuple[float, Mapping[str, float]]:
         """Return the reward that the attempt's program returned, and its named numbers for metrics.
 
-        The reward is 0 if the program still runs, if it returned nothing (a scorer is then set), or
-        if it failed after a call was refused as too long or over a limit.
+        The reward is 0 if the program still runs, or if it failed after a call was refused as too
+        long or over a limit. It is also 0 if the program returned nothing and the setting `reward`
+        names a scorer, which then rewards the episode.
 
         Raises:
-            EnvironmentFault: The program failed otherwise, returned an invalid reward, or returned
-                nothing although no scorer is set.
+            EnvironmentFault: The program failed without such a refusal, returned an invalid reward,
+                or returned nothing although no scorer is set.
         """
         shown = self._settings.display_name
         if not attempt.program.done():
@@ -420,22 +431,25 @@ class AgentWorker:
         except asyncio.CancelledError:
             raise EnvironmentFault(f"{shown} canceled its own task") from None
         except EnvironmentFault as fault:
-            # Most programs can only end with an exception when a call is refused at a limit.
+            # After a call was refused at a limit, an exception is how most programs end, so it is
+            # not a fault.
             if attempt.limit_error:
                 return 0.0, {}
             raise EnvironmentFault(str(fault).replace(attempt.key, "(key)")) from None
 
     def _no_call_fault(self, more: str) -> EnvironmentFault:
-        """Return the fault of a program that ended without a call; `more` ends its message."""
+        """Return the error that a program ended without a call; its message ends with `more`."""
         return EnvironmentFault(
             f"{self._settings.display_name} ended without a call to the policy{more}"
         )
 
     def _needless_forks(self, attempt: _Attempt) -> tuple[str, ...]:
-        """Return a warning if every call by the program started a new branch by changing messages.
+        """Return a warning if each call after the first started a new branch of the episode.
 
-        A program whose calls extend its earlier ones needs only one branch. The result is empty if
-        the program does so, or made too few calls to tell.
+        This happens if the program changes earlier messages or tools in every call. Each branch is
+        a separate sequence to train on, but a program that only appends messages to its earlier
+        calls has a single branch. Returns nothing if some call continued a branch, or if the
+        program made too few calls to tell.
         """
         forks = attempt.calls.forks
         changed = [fork for fork in forks if fork.why in ("answer", "message", "tools")]

@@ -1,15 +1,19 @@
 """Queues an agent's calls to the policy, and recognizes repeated calls, during one attempt.
 
-An attempt is one execution of an agent's program for an episode. Each call that is accepted becomes
-a turn of the episode, and the policy's response to it is sent to the client that made the call.
+An attempt is one execution of an agent's program for an episode. The program's client sends HTTP
+requests. A request is either a new call, or it repeats an earlier call whose response the client
+did not get. Each call that is accepted becomes a turn of the episode, and the policy's response to
+it is sent to the client.
 
 Invariants
 - Calls are answered one after the other, in the order of their arrival.
-- Each response belongs to one call. A call whose client disconnected, or did not receive the
-  response, is assigned to the next request with equal messages. A stored turn of an earlier attempt
-  is assigned in the same way: the k-th equal stored turn to the k-th equal request. A response that
-  a client waits for, or is known to have received, is never sent to another request.
-- A call without a waiting client at the head of the queue is set aside until it is repeated.
+- Each response belongs to one call. If a call's client disconnected or did not receive the
+  response, the next request with equal messages counts as a repetition of this call. The turns that
+  an earlier attempt stored are used in the same way: of several requests with equal messages, the
+  k-th one repeats the k-th such stored turn. A response that a client waits for, or is known to
+  have received, is never sent to another request.
+- A call that reaches the head of the queue without a waiting client leaves the queue until a
+  request repeats it.
 """
 
 import asyncio
@@ -28,11 +32,11 @@ class Call:
 
     Attributes:
         request: The call's messages and options. For a stored turn of an earlier attempt, the
-            messages are only those of the first turn of its branch.
+            messages are only those of the first turn of its branch, which include the tools.
         clients: Number of HTTP requests that wait for the response.
-        received: Whether a client has, as far as is known, received the response at least in part.
+        received: Whether a client is assumed to have received the response at least in part.
         delivered: Whether the whole response was sent and its connection was not reset. The client
-            then has the response, so a retry cannot be a repetition of this call.
+            then has the response, so a request with equal messages cannot repeat this call.
         deferred: Whether the call was taken out of the queue because no client waited for it.
         answer: The policy's response, or the error to send in place of it, once either exists.
     """
@@ -75,15 +79,15 @@ class AgentCalls:
     # ------------------------------------------------------------ used by the gateway
 
     def call(self, asked: ChatCall, *, retry: bool) -> Call:
-        """Return the call for a client's request: an earlier equal call, or else a new queued one.
+        """Return the call for a client's request: the earlier call that it repeats, or a new one.
 
-        An earlier call is returned if its messages are equal, no client waits for its response, and
-        no client has received the response.
+        A request repeats an earlier call if its messages are equal, no client waits for the call's
+        response, and no client has received the response. A new call is added to the queue.
 
         Args:
             asked: The client's request.
-            retry: Whether the client states that it repeats a request. An earlier equal call is
-                then also returned if its response was sent but may not have arrived.
+            retry: Whether the client states that it repeats a request. The request then also
+                repeats an equal call whose response was sent but may not have arrived.
         """
         self.notices.update(dict.fromkeys(asked.notices))
         equal = self._by_digest.setdefault(call_digest(asked.messages), [])
@@ -150,9 +154,13 @@ class AgentCalls:
         return self._branches.match(call.request.messages)
 
     def begin(self, call: Call, match: Match) -> int:
-        """Make `call` the episode's next turn, count its fork if it has one, and return its number.
+        """Make `call` the next turn of the episode, and return the turn's number.
 
-        `match` is the result of `match(call)`.
+        If the call starts a new branch (a fork), that is counted for metrics.
+
+        Args:
+            call: The call.
+            match: Result of `match(call)`.
         """
         self.turns.append(call)
         if match.fork is not None:
@@ -187,10 +195,10 @@ class AgentCalls:
                 call.answer.exception()
 
     def register(self, turn: Turn, call: Call) -> None:
-        """Register the call of a turn that an earlier attempt stored, so that it is recognized.
+        """Register a turn that an earlier attempt stored, so that its call can be repeated.
 
-        A program's request with equal messages is then assigned to `call`. Stored turns must be
-        registered in the order of their numbers, before the program makes calls.
+        A request of the program with equal messages then gets the response of `call`. Stored turns
+        must be registered in the order of their numbers, before the program makes calls.
         """
         self.turns.append(call)
         self._branches.begin(turn.parent, turn.messages)
@@ -202,7 +210,11 @@ class AgentCalls:
         return tuple(number for number, call in enumerate(self.turns) if not call.reached)
 
     def pop_counts(self) -> Counter[str]:
-        """Return the counts of forks and replayed turns, and reset them to zero."""
+        """Return counts for metrics, and reset them to zero.
+
+        They are the number of forks (calls that started a new branch), also by reason, and the
+        number of stored turns whose calls were repeated.
+        """
         popped, self.counts = self.counts, Counter()
         return popped
 

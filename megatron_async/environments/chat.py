@@ -1,9 +1,9 @@
 """Parses requests of the OpenAI chat API, and formats the policy's responses as replies of the API.
 
 Functions of this module have no side effects. `checked_call` parses and checks a request once. A
-parameter that cannot be honored is refused with an error message, never ignored silently. Sampling
-parameters are those of the run's settings: a request with other values gets a notice, and the
-run's values are used.
+parameter that this API does not support is refused with an error message, never ignored silently.
+Only sampling parameters, such as the temperature, may differ: the run's settings are used in place
+of the request's values, and the user gets a notice.
 
 Invariants
 - A parsed message has the form that chat templates expect: text content, and tool calls whose
@@ -48,8 +48,8 @@ _SAMPLING: Final[Mapping[str, tuple[str, TypeAdapter[Any]]]] = {
     "max_tokens": _TOKENS,
     "max_completion_tokens": _TOKENS,
 }
-"""For each sampling parameter, the field of `sampling` that is used in place of the parameter's
-value, and the values that the API permits."""
+"""For each sampling parameter of a request: the setting below `sampling` that is used instead, and
+the values that the API permits."""
 _NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {
     "n": (1,),
     "stop": ([], ""),
@@ -62,8 +62,8 @@ _NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-"""Values that change nothing, for parameters of which every other value is refused. Null (None) is
-accepted for each parameter too."""
+"""Parameters that the gateway does not support, and their values that change nothing. A request may
+only have one of these values or null."""
 _WITHOUT_EFFECT: Final = ("seed", "reasoning_effort")
 _CHUNK: Final = 32
 """Number of characters of the response in each event of a stream."""

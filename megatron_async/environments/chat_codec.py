@@ -1,10 +1,11 @@
 """Converts an agent's calls to tokens, and the policy's responses to stored and sent forms.
 
-Both depend on the tools that a call offers, so there is one `ChatCodec` for each set of tools.
+A response is stored with its turn, and a reply to the agent's program is made from it. Tokens and
+responses depend on the tools that a call offers, so there is one `ChatCodec` for each set of tools.
 
 Invariants
-- A response is stored as the policy wrote it; the form that the agent's program gets is computed
-  from the stored form only.
+- A response is stored as the policy wrote it. What the agent's program gets is computed from what
+  is stored, so a program that runs again gets the same reply.
 - If any part of a response looks like a tool call but cannot be parsed, the whole response is text.
 """
 
@@ -25,7 +26,7 @@ _MAX_TOOL_SETS: Final = 64
 
 
 class ChatCodec:
-    """Converts calls to tokens, and responses to stored and sent forms, for one set of tools."""
+    """Converts calls to tokens and responses to replies, for calls that offer the same tools."""
 
     def __init__(self, conversation: Conversation, reader: CallReader | None) -> None:
         self.conversation = conversation
@@ -78,7 +79,8 @@ class ChatCodec:
         """
         text = self.conversation.answer_text(answer_ids)
         tool_calls = self._calls(text) if call.calls_tools else ()
-        # Further calls stay in the stored tokens, because the policy wrote them.
+        # The program accepts one tool call per response. The others are not reported to it, but
+        # their tokens stay part of the response, because the policy wrote them.
         if not call.parallel_calls:
             tool_calls = tool_calls[:1]
         stored: dict[str, Any] = {
@@ -91,7 +93,7 @@ class ChatCodec:
         }
         if call.logprobs:
             pieces = self.conversation.token_texts(answer_ids)
-            # A trial episode's made-up responses have no log-probabilities.
+            # Only the made-up responses of a trial episode come without log-probabilities.
             numbers = [float(number) for number in logprobs] or [0.0] * len(pieces)
             stored["logprobs"] = list(zip(pieces, numbers, strict=True))
         return stored
@@ -153,7 +155,8 @@ class ChatCodecs:
         self._parser = parser
         self._cached: dict[str, ChatCodec] = {}
         if parser:
-            # Besides the check, this imports the parser before a worker limits its memory.
+            # This also imports the parser. A worker limits its memory after this, so the memory of
+            # the import does not count towards the limit.
             CallReader(parser, ()).check()
 
     def of(self, tools: str) -> ChatCodec:
@@ -184,7 +187,7 @@ class ChatCodecs:
         try:
             conversation.check([{"role": "user", "content": "?"}], {"tool", "user"})
             reader.read("")
-        # A ValueError comes from a parser that does not accept the tools' schemas.
+        # A parser raises ValueError if it does not accept the tools' schemas.
         except (UserError, ValueError) as error:
             raise CallRefused(" ".join(str(error).split()), "tools") from error
         return ChatCodec(conversation, reader)

@@ -1,16 +1,18 @@
 """Computes the tokens that a turn adds to a branch of a conversation, with the chat template.
 
-A turn is new messages and the policy's response to them; a branch is a path of turns. A branch's
-tokens are the opening's, then by turns a response's and those between two responses. A response
-keeps the tokens that the policy sampled and is never tokenized again from its text. The tokens
-between two responses are the ones that the chat template puts there: the end of the response if the
-policy wrote none, the new messages, and the start of the assistant's next message.
+A turn is new messages and the policy's response to them. A branch is a path of turns, each of which
+continues the one before. The tokens of a branch are: the opening (its first messages), the first
+response, the tokens between the first and the second response, the second response, and so on.
+Responses keep the tokens that the policy sampled; they are never tokenized again from their text.
+The tokens between two responses come from the chat template. They end the earlier response (unless
+the policy did), show the new messages, and start the assistant's next message.
 
 Invariants
 - The tokens that a turn adds depend only on its messages, the tools and whether the response before
   it ended with a stop token, not on earlier turns. `check` verifies before a run starts that the
   chat template permits this, and refuses a template that does not with the reason.
-- Any stop token at the end of a response replaces the template's own end of a response.
+- If a response ends with any stop token, the token with which the template ends a response is left
+  out.
 """
 
 import re
@@ -97,8 +99,8 @@ class Conversation:
 
         Args:
             messages: New messages after the earlier response.
-            ended: Whether the earlier response ended with a stop token. The template's end of a
-                response is then left out.
+            ended: Whether the earlier response ended with a stop token. If so, the result does not
+                end that response again.
 
         Raises:
             UserError: The chat template fails for these messages.
@@ -107,7 +109,8 @@ class Conversation:
         if not ended:
             return between
         ends = np.flatnonzero(np.isin(between, list(self._stop_token_ids)))
-        # Only a stop token that ends the response is removed, never one in a later message.
+        # Remove the stop token with which the template ends the response. Later messages end with
+        # stop tokens too, which must stay; the first few tokens cannot be those.
         if len(ends) and ends[0] < len(self._closing):
             return between[int(ends[0]) + 1 :]
         return between
@@ -128,8 +131,8 @@ class Conversation:
                 text = self._token_bytes(token_id, text).decode(errors="surrogateescape")
             texts.append(text)
             if token_id not in hidden:
-                # Decode each token after a letter, because some tokenizers drop a space at the
-                # start of a text.
+                # Some tokenizers drop a space at the start of a text. So decode each later token
+                # together with a letter before it, and remove the letter's text.
                 before = self._letter
         return texts
 
@@ -143,7 +146,7 @@ class Conversation:
             return bytes.fromhex(fallback[1])
         if all(letter in self._byte_of for letter in name):
             return bytes(self._byte_of[letter] for letter in name)
-        # The decoded text is right: the token is the replacement character itself.
+        # The token is not part of a character, so the replacement character is its correct text.
         return text.encode()
 
     @cached_property
@@ -155,7 +158,7 @@ class Conversation:
 
     @cached_property
     def _letter(self) -> list[int]:
-        """The tokens of the text "a", before which another token is decoded as inside a text."""
+        """The tokens of the text "a", after which another token is decoded as inside a text."""
         return list(self._tokenizer.encode("a", add_special_tokens=False))
 
     def answer_text(self, token_ids: Sequence[int]) -> str:
@@ -165,8 +168,7 @@ class Conversation:
         )
 
     def answer_ids(self, text: str) -> list[int]:
-        """Return the tokens of a response with the text `text`, which no policy generated: those of
-        the text, then a stop token."""
+        """Return the tokens of a made-up response: the tokens of `text` and a stop token."""
         end = sorted(self._stop_token_ids)[:1]
         return [*self._encode(text).tolist(), *end]
 
@@ -205,18 +207,21 @@ class Conversation:
 
     @cached_property
     def _closing(self) -> IntArray:
-        """The tokens that the template puts after the last response of a conversation."""
+        """The tokens with which the template ends a response when no message follows."""
         text = self._text([_EARLIER, {"role": "assistant", "content": _ANSWER}], begin=False)
         return self._encode(text.partition(_ANSWER)[2])
 
     def _after_answer(self, earlier: Sequence[Message], messages: Sequence[Message]) -> str:
-        """Return the text between two responses that shows `messages` in between.
+        """Return the text that the template puts between one response and the next.
 
-        `earlier` are the messages before the first of the two responses.
+        Args:
+            earlier: The messages before the first of the two responses.
+            messages: The messages between the two responses.
         """
         answer = {"role": "assistant", "content": _ANSWER}
         text = self._text([*earlier, answer, *messages], begin=True)
-        # The first occurrence is the response's, since an observation may contain the same text.
+        # Split at the first occurrence of the placeholder, which is the response. A later message
+        # may contain the same text.
         _, found, after = text.partition(_ANSWER)
         if not found:
             raise _refusal("leaves out a response that later messages follow")

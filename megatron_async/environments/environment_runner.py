@@ -40,7 +40,7 @@ from megatron_async.runtime.import_path import load_object
 from megatron_async.runtime.outcome import Outcome, outcome_of
 from megatron_async.tasks.base import Message
 
-_CANCEL_SECONDS: Final = 1.0  # How long a canceled call may take to end.
+_CANCEL_SECONDS: Final = 1.0  # Time in seconds in which a canceled call must end.
 Build = Callable[[], Any]
 
 
@@ -186,7 +186,8 @@ class EnvironmentRunner:
         self._object = await self._run("__init__", self._build)
         opening = await self._call("reset", **self._matching_columns("reset", row))
         if isinstance(opening, str) and prompt and self.tools:
-            # As in TRL, the opening of a class of tools is appended to the row's prompt.
+            # As in TRL, the text that `reset` of a class of tools returns is appended to the last
+            # message of the row's prompt.
             *before, last = prompt
             whole = {**last, "content": last["content"] + opening}
             return (*before, *messages_of([whole], self._where("reset")))
@@ -225,9 +226,10 @@ class EnvironmentRunner:
             answer = Answer(text, calls, answer.truncated, answer.turn)
         if hasattr(self._object, "step"):
             return reply_of(await self._call("step", answer), self._where("step"))
-        end = time.monotonic() + self._seconds  # Limit of all tool calls of the response together.
-        # A long result becomes an error for the policy rather than a fault of the environment,
-        # because the policy chose the call.
+        end = time.monotonic() + self._seconds  # All tool calls of the response share one limit.
+        # All results together must not exceed MAX_OBSERVATION, which would be a fault of the
+        # environment. So each result gets a share of half of that. A longer result is replaced by
+        # an error for the policy, because the policy chose the call.
         most = MAX_OBSERVATION // 2 // max(1, len(answer.tool_calls))
         replies = []
         for call in answer.tool_calls:
@@ -424,7 +426,7 @@ class EnvironmentRunner:
         await asyncio.wait([call], timeout=_CANCEL_SECONDS)
         if isinstance(call, asyncio.Task) and call.done():
             raise EnvironmentFault(f"{late} (episode.step_seconds)")
-        # Drop the object without closing it, because the call still uses it, perhaps forever.
+        # Drop the object without closing it, because the hanging call still uses it.
         self._object = None
         self._threads.hung += 1
         raise EnvironmentHung(f"{late} (episode.step_seconds) and is still running")

@@ -6,8 +6,8 @@ Invariants
   a key, or with an unknown or revoked one, gets status 401, and the rest of it is not read.
 - Connections that have not sent a valid key are limited in number, and closed after a few seconds.
   Thousands of slow or idle connections therefore do not affect agents.
-- A call to the policy continues if its client disconnects. The key's call handler decides which
-  later request it is assigned to.
+- A call to the policy continues if its client disconnects. The `CallHandler` of its API key decides
+  which later request then gets the response.
 """
 
 import asyncio
@@ -125,7 +125,8 @@ class Gateway:
         self._connections[connection] = self._unauthenticated[connection] = None
         if len(self._unauthenticated) > _MAX_UNAUTHENTICATED:
             oldest = next(iter(self._unauthenticated))
-            # Removed now, because `disconnected` may be called only after many more connections.
+            # Remove the connection now. aiohttp calls `disconnected` later, perhaps only after many
+            # more connections.
             del self._unauthenticated[oldest]
             oldest.drop()
         if len(self._connections) > self._max_connections:
@@ -213,19 +214,19 @@ class Gateway:
         connection = _connection(request)
         retry = request.headers.get(_RETRY, "0") != "0"
         for _ in range(_ITERATIONS if retry else 0):
-            # The client closed the connection of its first attempt, which the event loop may not
-            # have processed yet. It must be, to tell which of several equal calls was abandoned.
+            # Before a retry, the client closed the connection of its first attempt. Let the event
+            # loop process that, because it shows which of several equal calls is repeated.
             await asyncio.sleep(_ITERATION_SECONDS)
         call = handler.call(asked, retry=retry)
         call.clients += 1
         try:
             answer = await asyncio.shield(call.answer)
-            # Set before sending, since the client may send its next request before this coroutine
-            # runs again.
+            # Set this before the reply is sent. Otherwise the client might receive the reply and
+            # send an equal request before this coroutine continues, and get the same call again.
             call.received = True
             try:
                 if connection.has_left():
-                    # aiohttp cancels this coroutine too when it notices the closed connection.
+                    # aiohttp will cancel this coroutine when it notices the closed connection.
                     raise asyncio.CancelledError
                 reply = self._reply(asked, answer)
                 await reply.prepare(request)
@@ -266,8 +267,9 @@ class _Connection(web.RequestHandler):
     aiohttp by itself limits neither the number of connections nor the time for sending headers.
 
     Attributes:
-        answered: Call of the last request, if its reply was sent and no other request came since.
-        streamed: Whether that reply was a stream.
+        answered: Call of the connection's last request, if its reply was sent and no other request
+            came since. If the connection is then reset, the client may not have the reply.
+        streamed: Whether the reply of that call was a stream.
     """
 
     def __init__(self, gateway: Gateway, server: web.Server) -> None:
@@ -291,8 +293,8 @@ class _Connection(web.RequestHandler):
         super().connection_lost(exc)
         self._gateway.disconnected(self)
         if self.answered is not None and isinstance(exc, ConnectionError):
-            # The client closed the connection with unread bytes. It counts as having received a
-            # streamed response once one event was sent.
+            # The client closed the connection before it read the whole reply. It counts as having
+            # received a streamed response, since at least one event was sent, but no other one.
             self.answered.delivered = False
             self.answered.received = self.streamed
 
@@ -350,7 +352,7 @@ async def _body(request: web.BaseRequest) -> Any:
             waits = request.headers.get("Expect", "").lower() == "100-continue"
             if waits and request.version >= HttpVersion11:
                 await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-                # Reset, because aiohttp would count these bytes as part of the reply.
+                # Reset the count of sent bytes, because these are not part of the reply.
                 request.writer.output_size = 0
             return json.loads(await request.read())
     except web.HTTPRequestEntityTooLarge as error:

@@ -7,7 +7,8 @@ branch whose messages and responses are the first messages of the call.
 Invariants
 - The result of a match depends only on the turns and responses that were recorded before it.
 - Messages are compared as JSON. The IDs of tool calls are left out; everything else must be equal.
-- A call that continues a turn which another call already continued makes a fork.
+- A fork is the start of a new branch. A call makes one if it continues a turn that another call
+  continued before, or if it continues no turn and is not the episode's first call.
 """
 
 import hashlib
@@ -30,10 +31,11 @@ class Fork:
 
     Attributes:
         why: `repeated`: an earlier call had the same messages. `shortened`: the call's messages are
-            the beginning of an earlier conversation. `thread`: a new conversation starts, whose
-            first message no earlier one has. `tools`: the call offers other tools. `answer`: a
-            response of the policy was changed. `message`: another message was changed.
-        at: Index of the first message that differs.
+            the beginning of an earlier conversation. `thread`: the call starts a new conversation,
+            with a first message that no earlier conversation has. `tools`: the call offers other
+            tools. `answer`: a response of the policy was changed. `message`: another message was
+            changed.
+        at: Index of the first message in which the call differs from an earlier conversation.
         was: The earlier conversation's message at `at`, as JSON; empty if it ended there.
         now: The call's message at `at`, as JSON; empty if the call has no more messages.
     """
@@ -50,9 +52,10 @@ class Match:
 
     Attributes:
         parent: Number of the turn that the call continues; None if it starts a conversation.
-        new: Messages of the call after the response of turn `parent`; all messages if it is None.
-        fork: Why the call starts a new branch. None if the call is the episode's first, or the
-            first that continues `parent`.
+        new: Messages of the call after the response of turn `parent`; all messages if `parent` is
+            None.
+        fork: Why the call starts a new branch; None if it does not, which means that it is the
+            episode's first call or the first that continues `parent`.
     """
 
     parent: int | None
@@ -67,11 +70,13 @@ class Branches:
     """
 
     def __init__(self) -> None:
-        # Digest of all messages of a branch, the last response included -> number of its last turn.
+        # From the digest of all messages of a branch up to and including a response, to the number
+        # of the turn with that response.
         self._answered: dict[bytes, int] = {}
-        # Digest of all messages of each call, so without its response.
+        # Digest of all messages of each call, without the response to the call.
         self._inputs: set[bytes] = set()
-        # Digest of a conversation's first messages -> the message that last came after them.
+        # From the digest of the first n messages of a conversation to message n + 1, as JSON. If
+        # several conversations start with these messages, the newest one counts.
         self._next: dict[bytes, str] = {}
         # For each turn, the digest of all messages of its branch. `begin` computes it without the
         # turn's response, and `answer` adds the response.
@@ -80,7 +85,7 @@ class Branches:
         self._continued: set[int | None] = set()
 
     def match(self, messages: Sequence[Message]) -> Match:
-        """Return which turn a call with `messages` continues, its new messages, and any fork."""
+        """Return which turn a call with `messages` continues, and why it forks if it does."""
         chain = _chain(_START, messages)
         parent, matched = None, 0
         for length in range(len(messages), 0, -1):
@@ -148,9 +153,13 @@ def call_digest(messages: Sequence[Message]) -> bytes:
 
 
 def _chain(start: bytes, messages: Sequence[Message]) -> list[bytes]:
-    """Return a digest of the first n messages for every n from 0 to the number of messages.
+    """Return the digests of a conversation before `messages` and after each of them.
 
-    `start` is the digest of the conversation before the messages, and is returned for n = 0.
+    Item n of the result is the digest after the first n messages.
+
+    Args:
+        start: Digest of the conversation before the messages, which is item 0.
+        messages: The messages.
     """
     chain = [start]
     for message in messages:

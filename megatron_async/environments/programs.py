@@ -160,8 +160,9 @@ async def _communicate(
     """Send `row` to a command's standard input, wait for its end, and return what it printed.
 
     Returns:
-        The newest `_MAX_OUTPUT` bytes of its standard output and of its standard error. What
-        its child processes print later than `_OUTPUT_SECONDS` after its end is lost.
+        The newest `_MAX_OUTPUT` bytes of the command's standard output and of its standard error.
+        Output that child processes of the command write more than `_OUTPUT_SECONDS` after the
+        command's end is lost.
     """
     stdin, out, err = process.stdin, process.stdout, process.stderr
     assert stdin is not None and out is not None and err is not None
@@ -169,8 +170,8 @@ async def _communicate(
 
     async def write() -> None:
         with suppress(ConnectionError):  # The command may end without reading the row.
-            # A command that has ended is checked for here, because uvloop raises no
-            # ConnectionError.
+            # If the command has ended already, asyncio raises ConnectionError here but uvloop does
+            # not, so check for it.
             if not stdin.is_closing():
                 stdin.write(row + b"\n")
                 await stdin.drain()

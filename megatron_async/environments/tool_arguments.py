@@ -84,7 +84,10 @@ def described_tool(name: str, tool: Tool) -> dict[str, Any]:
     returned = typing.get_type_hints(function_of(tool)).get("return", object)
 
     def stand_in() -> None:
-        """Carry the tool's name, types and docstring, which a callable object may not have."""
+        """Represent the tool for `get_json_schema`, which needs a name, types and a docstring.
+
+        The tool may be a callable object that does not have these attributes.
+        """
 
     stand_in.__name__ = name
     stand_in.__doc__ = inspect.getdoc(tool.func if isinstance(tool, functools.partial) else tool)
@@ -105,8 +108,8 @@ def described_tool(name: str, tool: Tool) -> dict[str, Any]:
 def converted(hint: Any, given: Any) -> Any:
     """Convert `given`, a JSON value that the policy wrote, to an object of type `hint`.
 
-    A text that is the JSON of a fitting value is parsed, and a float without a fraction becomes an
-    integer.
+    Values that a model often writes in place of the declared type are accepted: a text that is the
+    JSON of a fitting value is parsed, and a float without a fraction becomes an integer.
 
     Raises:
         ValueError: The value has another type, or would be changed by the conversion.
@@ -115,7 +118,8 @@ def converted(hint: Any, given: Any) -> Any:
     failed: ValidationError | None = None
     for reading in _readings(given):
         try:
-            # A policy can write lone surrogates, which cannot be encoded as UTF-8.
+            # Lone surrogates, which a policy can write, are replaced, since UTF-8 cannot encode
+            # them.
             text = json.dumps(reading, ensure_ascii=False).encode(errors="replace")
             found = adapter.validate_json(text, strict=True, extra="forbid")
             break
@@ -127,8 +131,9 @@ def converted(hint: Any, given: Any) -> Any:
         where = "".join(f"[{step!r}]" for step in first["loc"])
         raise ValueError(f"{where} {first['msg']}".strip())
     plain = found.value if isinstance(found, Enum) else found
-    # Refuse a conversion that changes the value, such as that of a large integer to the nearest
-    # float, and one between bools and numbers, although True equals 1 in Python.
+    # Refuse a conversion that changes the value, such as a large integer that becomes the nearest
+    # float. Also refuse conversions between bools and numbers. `==` does not detect those, since
+    # True equals 1 in Python.
     exact = not isinstance(plain, float) or plain == reading
     if not exact or isinstance(plain, bool) != isinstance(reading, bool):
         raise ValueError(f"Input would be changed to {plain!r}")
@@ -136,7 +141,11 @@ def converted(hint: Any, given: Any) -> Any:
 
 
 def _readings(given: Any) -> Iterator[Any]:
-    """Yield `given`, then the values that a text or float may stand for without loss."""
+    """Yield `given`, then another value that it may stand for.
+
+    A text may stand for the value of which it is the JSON, and a float without a fraction for an
+    integer.
+    """
     yield given
     if isinstance(given, str):
         with suppress(ValueError):

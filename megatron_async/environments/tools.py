@@ -71,7 +71,7 @@ def tools_of(environment: Any, name: str) -> dict[str, Tool]:
         if isinstance(found, _NO_METHODS) or inspect.isdatadescriptor(found):
             continue
         if not hasattr(found, "__get__"):
-            # A callable value that is not a method, such as an alias of a type, is not a tool.
+            # This is a callable value but not a method, for example an alias of a type.
             continue
         try:
             tool = getattr(environment, method)
@@ -169,8 +169,8 @@ class CallReader:
             return text, (), f"Error: the call cannot be read: {error}"
         names = [str(schema["function"]["name"]) for schema in self._schemas]
         known = tuple(call for call in calls if call.name in names or not names)
-        # Parsers drop calls with broken JSON and their text, so the marks that start calls in the
-        # text are counted.
+        # Parsers silently drop calls with broken JSON, together with their text. To notice that,
+        # count the marks that start calls in the text.
         marks = (parser.detector.bot_token, getattr(parser.detector, "tool_call_start_token", ""))
         started = max((text.count(mark) for mark in (*marks, text) if mark), default=0)
         if len(known) < max(started, len(calls)):
@@ -223,8 +223,8 @@ def bound(tools: Mapping[str, Tool], call: ToolCall) -> Callable[[], Any] | str:
     types = argument_types(tool)
     for name, given in arguments.items():
         if given is None and signature.parameters[name].default is None:
-            # An argument such as `count: int = None` may be None although its type does not allow
-            # it.
+            # An argument that is declared as `count: int = None` may be None, although its type
+            # does not allow that.
             continue
         try:
             arguments[name] = converted(types[name], given)
@@ -243,7 +243,8 @@ def tool_message(name: str, returned: Any) -> Message:
     content = returned
     if not isinstance(returned, str):
         content = json_text(returned, default=_plain)
-    # A policy can write lone surrogates into a call; they cannot be encoded as UTF-8.
+    # The result may repeat lone surrogates from the call, which a policy can write. They are
+    # replaced, since UTF-8 cannot encode them.
     return {"role": "tool", "name": name, "content": content.encode(errors="replace").decode()}
 
 
@@ -256,7 +257,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     text = str(value)
-    # The default text of an object, which contains its address, tells a policy nothing.
+    # Python's default text of an object contains its address, and tells a policy nothing.
     if hex(id(value)) in text:
         raise TypeError(
             f"the tool returned a {type(value).__name__}, which is neither text nor JSON"

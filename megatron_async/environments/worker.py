@@ -3,9 +3,9 @@
 Invariants
 - Calls for one episode run one after the other; a call waits until the previous one has ended. An
   episode stays open from `begin` until it ends, is forgotten, or the worker dies. An episode that
-  fails, also one that fails in `begin`, stays open until it is forgotten.
-- The environment makes one step for each `step` call that reaches its worker. A call whose worker
-  died, or whose reply was lost, is repeated on a restored environment, never on the same object.
+  fails stays open until it is forgotten, even if it fails in `begin`.
+- No environment object receives a response twice. If a worker died, or its reply to `step` was
+  lost, the caller repeats the call on a restored environment, which is a new object.
 - A process ends itself if calls hang in half of its threads, or if its event loop is blocked,
   because Python cannot end a single thread.
 """
@@ -117,8 +117,9 @@ class TrialEpisode:
     Attributes:
         opening: Number of tokens before the first response.
         text: Text of these tokens.
-        observation: Number of tokens between two responses: of an environment's first observation,
-            or an agent's longest; 0 if there was none.
+        observation: Number of tokens between two responses. For an environment, these are the
+            tokens of its reply to the first response; for an agent, the most that any of its calls
+            added. 0 if no second turn was reached.
         differs: Whether a second episode of the same row started with other messages.
         rewards: Whether the environment can give rewards.
     """
@@ -169,7 +170,8 @@ class EnvironmentWorker:
         self.reader: CallReader | None = None
         if parser:
             self.reader = CallReader(parser, schemas)
-            # Besides the check, this imports the parser before the worker limits its memory.
+            # This also imports the parser. The worker limits its memory after this, so the memory
+            # of the import does not count towards the limit.
             self.reader.check()
         self._stops = frozenset(stops)
         self._threads = Threads(self._episode.threads)
@@ -224,7 +226,8 @@ class EnvironmentWorker:
             turn: Number of the turn that has the response.
             room: Largest number of tokens that the next turn's input may add; a longer input ends
                 the episode.
-            last: Whether the episode ends after this turn at any rate, since a limit is reached.
+            last: Whether the episode ends after this turn even if the environment is not done,
+                since a limit is reached.
             _logprobs: Not used; agents' workers have this parameter.
 
         Raises:
@@ -250,7 +253,8 @@ class EnvironmentWorker:
     ) -> StepResult:
         """Convert the environment's `reply` to a StepResult: the next turn's input, or the end.
 
-        `room` and `last` are those of `step`. At the end, the environment's final reward is added.
+        `room` and `last` have the same meaning as in `step`. If the episode ends, the environment's
+        final reward is added to the reward of the turn.
         """
         stored = self._stored_answer(answer)
         if not reply.done and not last:
@@ -352,8 +356,7 @@ class EnvironmentWorker:
         return TrialEpisode(len(opening), text, observed, differs=differs, rewards=rewards)
 
     async def forget(self, key: str) -> str | None:
-        """Remove episode `key`, if it is open, and close its environment once its running call has
-        ended.
+        """Close episode `key`, if it is open; wait for its running call before closing.
 
         Returns:
             The error message from closing the environment; None if there was no error.
@@ -375,20 +378,24 @@ class EnvironmentWorker:
 
     @contextmanager
     def _noticing_hangs(self) -> Iterator[None]:
-        """End the worker's process if a call in this block hangs and half of its threads then hang.
+        """If a call in this block hangs, end the process once half of the worker's threads hang.
 
-        The call's error is raised first.
+        The caller of the block still gets the error of the call, since the process ends a moment
+        later.
         """
         try:
             yield
         except EnvironmentHung:
             if self._threads.hung >= max(1, self._episode.threads // 2):
-                # The delay lets the reply to the call leave the process first.
+                # Wait before ending the process, so that the error is sent to the caller first.
                 asyncio.get_running_loop().call_later(_EXIT_DELAY_SECONDS, self._end)
             raise
 
     def _end(self) -> None:
-        """Do nothing, because this worker may share its process; `EnvironmentProcess` ends it."""
+        """Do nothing, because other code may run in this process.
+
+        The subclass `EnvironmentProcess` has a dedicated process, and ends it here.
+        """
 
 
 class ProcessGuard:
@@ -396,7 +403,7 @@ class ProcessGuard:
 
     def __init__(self, settings: EpisodeConfig) -> None:
         """Limit the memory of this process by `episode.memory_mib`; `watch` starts the watchdog."""
-        # A copy of stderr's descriptor, because the user's code may close stderr.
+        # Copy the descriptor of stderr, because the user's code may close stderr.
         self._log = os.fdopen(os.dup(2), "w")
         self._blocked_seconds = max(_MIN_BLOCKED_SECONDS, settings.step_seconds)
         self._watch: asyncio.Task[None] | None = None
@@ -405,14 +412,14 @@ class ProcessGuard:
     def watch(self) -> None:
         """Start a watchdog, once, that ends the process if its event loop is blocked.
 
-        The event loop must be blocked for `episode.step_seconds`, at least for
-        `_MIN_BLOCKED_SECONDS`. The watchdog first writes the stacks of all threads to stderr.
+        The limit is `episode.step_seconds`, but at least `_MIN_BLOCKED_SECONDS`. Before the process
+        ends, the stacks of all threads are written to stderr.
         """
         if self._watch is None:
             self._watch = asyncio.get_running_loop().create_task(self._watch_loop())
 
     async def _watch_loop(self) -> None:
-        """Restart the timer that ends the process, again and again while the event loop runs."""
+        """Keep restarting a timer that ends the process if the event loop is blocked."""
         while True:
             faulthandler.dump_traceback_later(self._blocked_seconds, exit=True, file=self._log)
             await asyncio.sleep(self._blocked_seconds / 8)

@@ -7,10 +7,12 @@ Invariants
 - An episode belongs to one worker, chosen by its number. A worker that dies is started again, and
   then has no open episodes.
 - Each call has a time limit, which covers the time limits inside the worker and its queue.
-- A call whose worker dies is repeated on a restored environment. The last attempt has the worker
-  exclusively, so that an episode which kills its worker does not make other episodes fail.
-- The key of an episode is registered before its worker is called to begin it. An episode whose
-  caller is canceled or fails meanwhile is therefore closed when it is forgotten.
+- A call whose worker dies is repeated on a restored environment. In the last attempt, no other call
+  to the same worker runs. So if the worker dies again, this episode is the cause: only it fails,
+  and not the other episodes, whose calls would have died with the worker.
+- The key of an episode is registered before its worker is called to begin it. So `forget` closes
+  the episode even if the caller of `begin` is canceled or fails while the worker starts the
+  episode.
 """
 
 import asyncio
@@ -44,9 +46,12 @@ if TYPE_CHECKING:
     from megatron_async.environments.agents import AgentProcess
 
 _START_SECONDS: Final = 180.0
-_CALLS_OF_A_STEP: Final = 5  # step, its tokens, state, get_reward, close
+# Number of time-limited calls that one step may need: `step`, the computation of its tokens,
+# `state`, `get_reward` and `close`.
+_CALLS_OF_A_STEP: Final = 5
 _MAX_ATTEMPTS: Final = 3
-_MAX_RESTORES: Final = 16  # Largest number of attempts of one call that restore its episode.
+# Largest number of times that one call restores its episode because the worker has lost it.
+_MAX_RESTORES: Final = 16
 T = TypeVar("T")
 
 
@@ -73,8 +78,8 @@ class SharedExclusiveLock:
     async def acquired(self, *, exclusive: bool) -> AsyncIterator[None]:
         """Hold the lock during the block, shared with other callers or exclusively.
 
-        An exclusive caller waits until all holders have left. This wait is bounded, because their
-        calls have time limits.
+        An exclusive caller waits until no other caller holds the lock. That takes a limited time,
+        because the calls of the other callers have time limits.
         """
         self._exclusive_waiters += int(exclusive)
         try:
@@ -151,7 +156,8 @@ class EnvironmentWorkers:
             EnvironmentFault: The environment or agent failed.
         """
         index, settings = number % len(self._workers), self._settings
-        # Other callers' calls occupy the threads for further rounds of steps.
+        # The calls of other callers use the same threads. They delay this call by about one step
+        # for every `episode.threads` of them.
         rounds = steps + self._locks[index].holders / settings.threads
         limit = _START_SECONDS + rounds * _CALLS_OF_A_STEP * settings.step_seconds
         return await self._workers[index].call(what, limit=limit)
@@ -222,7 +228,8 @@ class EpisodeSessions:
             room: Number of tokens that the next turn's input may add to its branch.
             last: Whether a limit of the episode is reached, so that there is no next turn.
             logprobs: Log-probability of each token of the response; only agents need them.
-            may_repeat: Whether an earlier caller may already have sent this response.
+            may_repeat: Whether an earlier rollout process may already have sent this response.
+                Sending it is then counted as a repetition.
 
         Raises:
             EnvironmentFault: The environment or agent failed, or its worker died three times.
@@ -264,7 +271,7 @@ class EpisodeSessions:
             try:
                 return await self._workers.call(number, 1, lambda worker: worker.forget(key))
             except RemoteObjectLost:
-                return None  # The episode ended with its worker.
+                return None  # The worker died, and its open episodes with it.
             except ComponentFailure as late:
                 return str(late)
         return None
@@ -272,10 +279,10 @@ class EpisodeSessions:
     async def _restore(
         self, number: int, payload: Mapping[str, Any], turns: Sequence[Turn]
     ) -> None:
-        """Restore episode `number` in its worker by repeating its stored `turns`, and count the
-        success or the failure.
+        """Restore episode `number` in its worker from its stored `turns`.
 
-        The worker opens the episode under a new key, because a key is never used twice.
+        The success or failure is counted. The worker opens the episode under a new key, because a
+        key is never used twice.
 
         Raises:
             ReplayDiffers: The episode cannot be restored.
@@ -291,9 +298,9 @@ class EpisodeSessions:
         self.counts["restored"] += 1
 
     async def _with_retries(self, number: int, call: Callable[[], Awaitable[T]]) -> T:
-        """Await `call()` for episode `number`, again if its worker dies; return the result.
+        """Await `call()` for episode `number`, and repeat it if the worker dies; return the result.
 
-        The last attempt has the worker exclusively.
+        During the last attempt, no other call to the worker runs.
 
         Raises:
             EnvironmentFault: The worker died during each of `_MAX_ATTEMPTS` attempts.
@@ -306,7 +313,7 @@ class EpisodeSessions:
                 async with self._workers.locked(number, exclusive=lost == _MAX_ATTEMPTS - 1):
                     return await call()
             except EpisodeUnknown:
-                # The worker died before this call, so the episode is restored in the next attempt.
+                # The worker died and was started again before this call, without the episode.
                 unknown += 1
                 if unknown > _MAX_RESTORES:
                     raise
@@ -317,13 +324,13 @@ class EpisodeSessions:
                     raise EnvironmentFault(
                         f"the worker of this episode died {_MAX_ATTEMPTS} times: {error}"
                     ) from error
-            # Without a key, the episode is restored in the next attempt.
+            # Remove the key, which makes the next attempt restore the episode.
             self._keys.pop(number, None)
 
     def _new_key(self, number: int) -> str:
-        """Register and return a new key for episode `number`, by which its worker will know it.
+        """Register and return a new key for episode `number`, under which its worker opens it.
 
-        A key from before the worker's death is not used again.
+        A key is never used twice, so a restored episode gets a new key too.
         """
         key = self._keys[number] = f"{self._caller}.{number}.{next(self._serials)}"
         return key
