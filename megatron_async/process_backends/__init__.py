@@ -7,6 +7,6 @@
   and explains how they ended.
 - on_ray: actors of a Ray cluster. ray_cluster: starting a cluster, its token and its files. Only
   these two modules import Ray.
-- remote_object: packing of calls, results and errors, and the object inside its process; both
-  backends use it.
+- remote_object: converts calls, results and errors to bytes, and runs an object inside its process.
+  Both backends use it.
 """

@@ -11,7 +11,8 @@ def connect_backend(address: str, logs: Path) -> ProcessBackend:
     Args:
         address: The `address` of a backend that another process opened: `local:` and its directory,
             or `ray:` and the address of the Ray cluster.
-        logs: Folder for logs of the processes that this process starts; used on one machine only.
+        logs: Folder for logs of the processes that this process starts. Only a local backend uses
+            it.
 
     Raises:
         ComponentFailure: The Ray cluster cannot be reached.

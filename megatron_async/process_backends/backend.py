@@ -6,16 +6,18 @@
     engine.end()
 
 Invariants
-- `call` and `call_blocking` get a function that calls one asynchronous method once. In this
-  process, the function gets a `CallRecorder`; the recorded call is made on the object in the
-  object's process.
-- A call ends within its limit, which counts only time in which the caller's process could run. The
-  method continues if the caller dies, is canceled or stops waiting.
-- Errors of this package's classes reach the caller unchanged. Any other error is a defect of the
-  method: the caller gets `CallFailed`, and the log of the object's process has the traceback.
-- If its process dies and restarts remain, an object is built again with the same arguments. Calls
-  that were running are lost; a backend never repeats them.
-- A remote object ends with the process that started it, in whatever way that process ends.
+- `call` and `call_blocking` get a function that calls one asynchronous method once. They run this
+  function on a `CallRecorder`, which records the name and arguments of the call. The recorded call
+  is then made on the object, in the object's process.
+- A call ends within its time limit. The limit counts only time in which the caller's process could
+  run, so that a process that was stopped for a while does not find all its limits exceeded. If the
+  caller dies, is canceled or stops waiting, the method continues.
+- An error whose class is defined in megatron_async reaches the caller unchanged. Any other error is
+  a defect of the method: the caller gets `CallFailed`, and the log of the object's process has the
+  traceback.
+- If the process of an object dies and restarts remain, the object is built again in a new process
+  with the same arguments. Calls that were running are lost; a backend never repeats them.
+- A remote object ends when the process that started it ends, even if that process is killed.
 
 The remote objects of a run, and how they recover after a kill:
 
@@ -26,20 +28,22 @@ The remote objects of a run, and how they recover after a kill:
 | `ScorerWorker` | unlimited | `scoring/pool.py` | nothing: jobs are sent again |
 | `EnvironmentProcess`, `AgentProcess` | unlimited | `EpisodeSessions` | snapshot or responses |
 
-- Manager: it must run again within `engines.start_timeout_seconds` and a minute. The trainer
-  attaches on the same lineage (the number that grows by one at every resume), repeats the call that
-  was lost, and publishes its weights to new engines.
+- Manager: it must run again within `engines.start_timeout_seconds` plus one minute. The trainer
+  calls its `attach`, which opens the store again on the same lineage (the number that grows by one
+  at every resume). The trainer then repeats the call that was lost, and publishes its weights to
+  the new engines.
 - Engine: its trajectories continue on other engines. A new engine gets no requests before it has
   the current weights. The run ends when no engine remains and none may be restarted.
 - Scorer: on one machine, a `ScorerWorker` is in the manager's process and restarts its scorer
-  process. A score whose process dies is requested twice, an asynchronous one three times; then it
-  counts as failed. On several machines, a call whose worker is lost is made up to five times.
-- Environment or agent: a call whose worker dies is made three times at most, the last time with no
-  other call of that worker. If this fails too, or the episode cannot be restored, the episode has
-  failed (`episode.on_failure`).
+  process. If the process dies during a score, the score is requested again, up to two times in
+  total, or three times with an asynchronous scorer; then it counts as failed. On several machines,
+  a call whose worker is lost is made up to five times.
+- Environment or agent: a call whose worker dies is made up to three times. During the last attempt,
+  the worker runs no other call. If this attempt fails too, or the episode cannot be restored, the
+  episode has failed, and the setting `episode.on_failure` decides what follows.
 - Trainer rank: backends do not start it. torchrun restarts all ranks, `trainer.max_restarts` times
-  (0 by default); they restore the newest checkpoint on a new lineage and attach to the manager,
-  which has continued generating (`train_loop/attempt.py`).
+  (0 by default). The ranks then restore the newest checkpoint on a new lineage and attach to the
+  manager, which has continued generating. `train_loop/attempt.py` describes this.
 
 On one machine, `local.py` restarts processes; on several machines, Ray does.
 """
@@ -60,11 +64,11 @@ R = TypeVar("R")
 
 
 class RemoteObjectLost(ProcessKilled):
-    """Error of a call whose remote object's process died; the process may be starting again."""
+    """Error of a call during which the remote object's process died; it may be started again."""
 
 
 class RemoteObjectDead(RemoteObjectLost):
-    """Error of a call whose remote object's process died and is not started again."""
+    """Error of a call to a remote object whose process died and will not be started again."""
 
 
 class CallTimeout(ComponentFailure):
@@ -72,9 +76,9 @@ class CallTimeout(ComponentFailure):
 
 
 class CallFailed(ComponentFailure):
-    """Error of a call whose method raised an error of a class outside this package.
+    """Error of a call whose method raised an error of a class that is not from megatron_async.
 
-    The message has the type and first line of that error, and where the log has its traceback.
+    The message has the type and first line of that error, and names the log with its traceback.
     """
 
 
@@ -116,8 +120,8 @@ class RemoteObject(Protocol[T_co]):
         Raises:
             RemoteObjectLost: The object's process died.
             CallTimeout: The method did not return within `limit`.
-            CallFailed: The method raised an error of a class outside this package. Errors of this
-                package are raised as they are.
+            CallFailed: The method raised an error of a class that is not from megatron_async.
+                Errors of classes from megatron_async are raised as they are.
         """
 
     def call_blocking(
@@ -129,8 +133,8 @@ class RemoteObject(Protocol[T_co]):
     ) -> R:
         """Call a method of the remote object, block until it returns, and return its result.
 
-        Parameters and errors are those of `call`. `while_waiting` is called twice a second; an
-        error that it raises ends the wait.
+        The other parameters and the errors are the same as for `call`. `while_waiting` is called
+        twice a second during the wait. If it raises an error, the wait ends with that error.
         """
 
     def end(self) -> None:
@@ -167,7 +171,7 @@ class ProcessBackend(Protocol):
         Args:
             what: Class of the object, or a function that returns it.
             *arguments: Arguments of `what`; they must be picklable.
-            name: Name of the object, also of its log.
+            name: Name of the object, from which the name of its log is made.
             restarts: How often the process is started again after it died; `UNLIMITED` for always.
             gpus: Number of GPUs that the process has exclusively, set as its CUDA_VISIBLE_DEVICES.
             here: Whether the process must be on this machine, and can be found by its name.
@@ -177,14 +181,14 @@ class ProcessBackend(Protocol):
         """
 
     def find(self, name: str, what: Callable[..., T]) -> RemoteObject[T]:
-        """Return a handle to the object of class `what` that any process has started as `name` with
-        `start(..., here=True)`.
+        """Return a handle to the object `name` of class `what`, which any process may have started.
 
-        If no object has the name, calls through the handle raise RemoteObjectLost.
+        It must have been started with `here=True`. If no object has the name, calls through the
+        handle raise RemoteObjectLost.
         """
 
     def close(self) -> None:
-        """End this process's use of the backend, and the remote objects that it started.
+        """Stop using the backend in this process, and end the remote objects that it started.
 
-        The backend itself ends with the process that opened it.
+        Other processes can still use the backend. It ends with the process that opened it.
         """

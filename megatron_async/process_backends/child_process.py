@@ -50,8 +50,8 @@ def module_command(module: str, *arguments: str) -> list[str]:
 def after_fork(parent_death: signal.Signals) -> Callable[[], None]:
     """Return a `preexec_fn` that makes a child get the signal `parent_death` when its starter dies.
 
-    It is meant for programs that are not this project's. The child also ignores SIGUSR2, which
-    requests that a run stop and must not kill any process.
+    It is meant for programs of other projects, which cannot watch a lifeline (see the module). The
+    child also ignores SIGUSR2, which requests that a run stop and must not kill any process.
     """
     return partial(_prepare, parent_death)
 
@@ -62,9 +62,9 @@ def _prepare(parent_death: signal.Signals) -> None:
 
 
 class ChildProcess(subprocess.Popen[bytes]):
-    """A child process in a separate session, with its log and, if it holds one, its lifeline.
+    """A child process in a separate session, optionally with a log and a lifeline.
 
-    `subprocess.Popen` has the other methods.
+    A lifeline is a pipe by which the child notices that the process that started it has ended.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ChildProcess(subprocess.Popen[bytes]):
         Args:
             command: Program and its arguments.
             log: File to which the child's output is appended; None if `options` direct the output.
-            lifeline: Whether the program calls `hold_lifeline`.
+            lifeline: Whether to give the child a lifeline; its program must call `hold_lifeline`.
             env: Whole environment of the child; None for the environment of this process.
             pass_fds: File descriptors that stay open in the child.
             options: Other arguments of `subprocess.Popen`.
@@ -175,17 +175,17 @@ class ChildProcess(subprocess.Popen[bytes]):
             return file.read().decode(errors="replace")
 
     def why(self) -> str:
-        """Return why the process ended, to be appended to a sentence that says that it ended.
+        """Return why the process ended, as the end of a message that says that it ended.
 
-        This is the cause that its log shows or, if the log shows none, the last lines of the log.
+        The result is a known cause that is found in the log, or else the last lines of the log.
         """
         return self._why(self.output())
 
     def _why(self, text: str) -> str:
-        """Return why the process ended, to be appended to a sentence that says that it ended.
+        """Return why the process ended, as the end of a message that says that it ended.
 
-        This is the cause that the process's output `text` shows or, if it shows none, the last
-        lines of `text`. Both are returned with the path of the log.
+        The result is a known cause that is found in the process's output `text`, or else the last
+        lines of `text`. The path of the log is added.
         """
         cause = cause_in_log(text)
         if cause is not None:
@@ -196,7 +196,7 @@ class ChildProcess(subprocess.Popen[bytes]):
         return f"; the end of its log ({self.log}):\n{tail.strip()}"
 
     def failure(self, what: str) -> ComponentFailure:
-        """Return an error that explains how the process ended; `what` names it in the message."""
+        """Return an error that says how the process `what`, so called in the message, ended."""
         code, text = self.poll(), self.output()
         ended = "failed" if code is None else describe_exit(code)
         if code is not None and code < 0 and cause_in_log(text) is None:
@@ -204,7 +204,7 @@ class ChildProcess(subprocess.Popen[bytes]):
         return ComponentFailure(f"{what} {ended}{self._why(text)}")
 
     def _cut_lifeline(self) -> None:
-        """Close this process's end of the lifeline, so that the program which holds it ends."""
+        """Close this process's end of the lifeline; a child that holds the other end then ends."""
         lifeline, self._lifeline = self._lifeline, None
         if lifeline is not None:
             os.close(lifeline)
@@ -217,10 +217,10 @@ def kill_group(leader: int) -> None:
 
 
 def wait_until_ended(processes: Iterable[psutil.Process], seconds: float) -> bool:
-    """Wait up to `seconds` until all `processes`, which were killed, have ended; return whether so.
+    """Wait up to `seconds` until the killed `processes` have ended; return whether all have ended.
 
     The processes need not be children of this process. A zombie counts as ended, because process 1
-    of a container may never reap it.
+    of a container, which inherits orphans, may never reap it.
     """
     deadline = time.monotonic() + seconds
     running = [*processes]
@@ -241,10 +241,11 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def hold_lifeline(last_act: Callable[[], None] = lambda: None) -> None:
-    """Kill this process's group once the process that started it ends, watching the lifeline pipe.
+    """Watch the lifeline, and kill this process's group once the process that started it ends.
 
-    Without a lifeline in the environment, nothing happens. `last_act` is called before the kill.
-    Programs that this process starts do not inherit the pipe.
+    The environment variable `LIFELINE_VARIABLE` has the pipe's descriptor; without it, nothing
+    happens. Programs that this process starts do not inherit the pipe. `last_act` is called before
+    the kill.
     """
     text = os.environ.pop(LIFELINE_VARIABLE, "")
     if text:
@@ -256,7 +257,7 @@ def follow_parent() -> None:
     """Kill this process's group once its parent process ends."""
     parent = os.getppid()
     ended = os.pidfd_open(parent)
-    # The parent may have ended before `pidfd_open`, and another process may have got its number.
+    # If the parent ended before `pidfd_open`, that may have opened a new process with its number.
     if os.getppid() != parent:
         os.killpg(os.getpgrp(), signal.SIGKILL)
     _end_when_ready(ended)
@@ -279,6 +280,7 @@ def _end_when_ready(descriptor: int, last_act: Callable[[], None] = lambda: None
         finally:
             os.killpg(os.getpgrp(), signal.SIGKILL)
 
-    # When the parent ends, continue this process if it is stopped, so that the thread can run.
+    # If this process is stopped (SIGSTOP) when the parent ends, the kernel continues it, so that
+    # the thread can run.
     prctl(PDEATHSIG, signal.SIGCONT)
     threading.Thread(target=wait, name="lifeline", daemon=True).start()

@@ -101,7 +101,7 @@ class LocalBackend:
         here: bool = False,
     ) -> "LocalRemoteObject[T]":
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        # More threads would compete with those of the other processes.
+        # With more threads, the processes of this machine would compete for its cores.
         environment.setdefault("OMP_NUM_THREADS", "1")
         reserved = self._reserve_gpus(gpus, name)
         if visible := (",".join(reserved) if gpus else self._gpus):
@@ -121,7 +121,7 @@ class LocalBackend:
         return LocalRemoteObject(self._directory / name, self._logs)
 
     def close(self) -> None:
-        # The stack ends every process, also if an interrupt comes while one of them ends.
+        # The stack goes on to end the other processes even if an interrupt comes while one ends.
         with ExitStack() as ends:
             for process in self._started:
                 ends.callback(process.end)
@@ -182,13 +182,15 @@ class LocalRemoteObject(RemoteCalls[T]):
         return 0 if self._process is None else self._process.deaths
 
     def _lost(self, method: str, deaths: int) -> ComponentFailure:
-        """Return the error for a broken connection in a call of `method`: why the process died.
+        """Return the error for a call of `method` whose connection broke; it says why.
 
-        The connection breaks a moment before the process ends, so this method waits for that end.
-        `deaths` is how often the process had died before the call.
+        The connection of a dying process breaks a moment before the process has ended. So this
+        method waits for the end, to name the cause of death. `deaths` is how often the process had
+        died before the call.
         """
-        # The socket is checked first, because the watcher marks a process as dead before it removes
-        # the socket.
+        # Check the socket before the process: when a process dies, the watcher marks it as dead and
+        # then removes the socket. So if the socket is gone but the process is not marked, something
+        # else has removed the socket.
         removed = not self._path.exists()
         if removed and self._process is not None and self._process.runs:
             return ComponentFailure(
@@ -291,7 +293,7 @@ class _Process:
             os.close(stdin)
 
     def _supervise(self) -> None:
-        """Wait for the end of the process, and start it again, until no restart is permitted."""
+        """Wait until the process ends and start it again; repeat until no restart is permitted."""
         while True:
             code = self._running.reap()
             with self._changed:
@@ -318,21 +320,21 @@ class _Process:
         return self._changed.wait_for(lambda: self._ending, self._pause)
 
     def _close(self) -> None:
-        """Mark the process dead for good, and remove its socket, so that waiting calls fail."""
+        """Mark the process as dead without a restart; remove its socket, so that all calls fail."""
         self._dead = True
         self._path.unlink(missing_ok=True)
         self._listening.close()
         self._ended()
 
     def _explanation(self, code: int) -> str:
-        """Return how the process ended, with exit code `code`, to be appended to a sentence."""
+        """Return how the process ended, from its exit `code` and log, as the end of a message."""
         cause = cause_in_log(self._output.tail(_OUTPUT_SECONDS)) or ""
         return f": it {describe_exit(code)}{f', {cause}' if cause else ''}; its log is {self._log}"
 
     def death_after(self, deaths: int) -> str:
-        """Return why the process last died, to be appended to a sentence.
+        """Return why the process last died, as the end of a message.
 
-        If it has died only `deaths` times, wait up to `_END_SECONDS` for another death.
+        If it has died only `deaths` times so far, wait up to `_END_SECONDS` for the next death.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._dead or self.deaths > deaths, _END_SECONDS)

@@ -1,8 +1,9 @@
 """Provides the Ray process backend: objects in Ray actors, on any node of a cluster.
 
-A launch's trainer node is also a Ray node, because a process can use a Ray cluster only through a
-node on its own machine. The trainer node has a label, and no actors are placed there. In a cluster
-without labels, actors may be placed on every node.
+In a launch on several machines, the machine of the trainer is also a node of the Ray cluster,
+because a process can use a cluster only through a node on its own machine. The launch scripts give
+this node a label, which keeps actors off it. In a cluster whose nodes have no such label, actors
+may be placed on every node.
 """
 
 import time
@@ -35,8 +36,8 @@ from megatron_async.runtime.time_limits import AwakeTimeout
 ROLE_LABEL: Final = "megatron-async-role"
 TRAINER_ROLE: Final = "trainer"
 _NOT_ON_TRAINER_NODES: Final = {ROLE_LABEL: f"!{TRAINER_ROLE}"}
-# A process that did not start an actor cannot tell an actor that is dead for good from one whose
-# restart Ray has not started yet. After this time, the actor counts as dead for good.
+# A process that did not start an actor cannot tell whether Ray is going to restart a dead actor.
+# An actor that is still dead after this time in seconds counts as one that is not restarted.
 _DEAD_SECONDS: Final = 15.0
 
 
@@ -98,7 +99,7 @@ class RayBackend:
             node = ray.get_runtime_context().get_node_id()
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
             options = {"name": name, "scheduling_strategy": strategy}
-        # The class has the name of `what`, because Ray shows it in the list of processes.
+        # Give the class the name of `what`, because Ray shows it in the list of processes.
         named = ray.remote(type(what.__name__, (HostedObject,), {}))
         actor = named.options(
             num_cpus=0,

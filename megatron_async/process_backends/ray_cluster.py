@@ -58,9 +58,9 @@ def make_ray_token(file: Path) -> None:
 def ray_directory() -> Path:
     """Return the directory of Ray's sockets and logs on this node, which only this user can access.
 
-    Ray makes its directory accessible to everyone when it starts, so it is inside a private one.
-    Ray's default directory is shared by all users of a machine: a second user cannot start Ray
-    there, and all users can access each other's sockets.
+    When Ray starts, it makes its directory accessible to everyone, so that directory is inside a
+    private one. Ray's default directory is not used, because all users of a machine share it: a
+    second user cannot start Ray there, and all users can access each other's sockets.
 
     Raises:
         UserError: Another user created the directory.
@@ -83,14 +83,14 @@ def start_ray(token_file: Path, gpus: str | None = None) -> str:
     """
     make_ray_token(token_file)
     _remove_dead_sessions(ray_directory())
-    # The address is not None, because Ray would then join any cluster that `ray start` recorded on
-    # this machine.
+    # The address "local" starts a new cluster. Without an address, Ray would join a cluster that
+    # anyone has started on this machine with `ray start`.
     arguments: dict[str, Any] = {
         "address": "local",
         "include_dashboard": False,
         "_node_ip_address": "127.0.0.1",
         "_temp_dir": str(ray_directory()),
-        # By default, Ray gives its workers, and so the engines, a lower priority than others.
+        # By default, Ray runs its workers, which include the engines, at a lower CPU priority.
         "_system_config": {"worker_niceness": 0},
     }
     if gpus is not None:
@@ -128,17 +128,17 @@ def join_ray(address: str) -> None:
 
 
 def _init(arguments: dict[str, Any]) -> str:
-    """Call `ray.init` with `arguments`, keep this process's SIGTERM handler; return the address.
+    """Call `ray.init` with `arguments`, and return the address of the cluster.
 
-    Ray's own handler would print its C++ stack. Ray is also kept from printing the traceback of a
-    call that fails before its reply is awaited, because the caller reports that failure in one
-    sentence.
+    This process keeps its SIGTERM handler, because Ray's handler would print its C++ stack. Ray is
+    also kept from printing the traceback of a call that fails before its reply is awaited, because
+    the caller reports that failure in one sentence.
     """
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     on_sigterm = signal.getsignal(signal.SIGTERM)
-    # For all jobs except those of Ray's own client, Ray puts the driver's working directory first
-    # on the import path of its workers.
+    # Pretend to be a job of Ray's client. For any other job, Ray puts this process's working
+    # directory first on the import path of the workers, where a file could replace a module.
     arguments["job_config"] = JobConfig(ray_namespace=NAMESPACE, _client_job=True)
     context = ray.init(**arguments, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
     if threading.current_thread() is threading.main_thread():

@@ -1,7 +1,8 @@
 """Packs calls to remote objects, and runs the objects in their processes.
 
 Invariants
-- A request and a reply are each one bytes value, which no transport interprets.
+- A request is one bytes value, and so is a reply. The backends transfer them without looking
+  inside.
 - If an object could not be built, every call raises the error of building it, and its process
   continues to run.
 """
@@ -65,8 +66,8 @@ class RemoteCalls(ABC, Generic[T]):
         """Return the method's result from the bytes of a reply, or raise the error in the reply.
 
         Raises:
-            CallFailed: The method raised an error of a class outside this package, or the reply
-                cannot be unpickled.
+            CallFailed: The method raised an error of a class that is not from megatron_async, or
+                the reply cannot be unpickled.
         """
         failed = f"{self._name} failed in {call.method}"
         try:
@@ -81,10 +82,10 @@ class RemoteCalls(ABC, Generic[T]):
 
 
 class HostedObject:
-    """The object `what(*arguments)` in its own process, where `handle` calls its methods."""
+    """Holds a remote object in the object's process; `handle` calls the object's methods."""
 
     def __init__(self, what: Callable[..., Any], *arguments: Any) -> None:
-        """Build the object; an error of building it is raised by every call."""
+        """Build the object `what(*arguments)`. If that fails, every later call raises the error."""
         try:
             self._object = what(*arguments)
             self._failed: Exception | None = None
@@ -108,7 +109,7 @@ class HostedObject:
 
 
 def _can_be_sent(error: Exception) -> bool:
-    """Return whether an error's class is of this package, and it survives pickling unchanged."""
+    """Return whether an error's class is from megatron_async and pickling keeps it unchanged."""
     if type(error).__module__.partition(".")[0] != _OURS:
         return False
     try:

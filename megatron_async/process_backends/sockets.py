@@ -6,9 +6,9 @@ Invariants
 - A server replies only to processes of its own user, whatever the permissions of the socket's file
   are.
 - A handler continues if its caller disconnects.
-- A connection that cannot be made, or breaks before the reply, raises `Broken`: the server has
-  died. If too many calls wait in the socket, the connection is retried, because then the server is
-  only stopped or slow.
+- A connection that cannot be made, or that breaks before the reply, raises `Broken`, because this
+  means that the server has died. Connecting is retried only if too many calls wait in the socket:
+  the server then exists, but it is stopped or slow.
 """
 
 import asyncio
@@ -88,7 +88,8 @@ async def call(path: Path, request: bytes) -> bytes:
             writer.write(request)
             return await _read(reader)
         finally:
-            # Not closed normally, because a hung server never reads the rest of the request.
+            # Abort the connection instead of closing it normally. That would wait until the request
+            # is sent completely, which never happens if the server hangs.
             writer.transport.abort()
     except (OSError, EOFError) as error:
         raise Broken from error
@@ -104,7 +105,8 @@ async def _connect(path: Path) -> socket.socket:
                 opened.connect(str(path))
                 return opened
             except BlockingIOError:
-                # Too many calls wait at the socket. No event reports the end of that, so try again.
+                # Too many calls wait in the socket. No event reports when one can be added, so
+                # retry after a while.
                 await asyncio.sleep(STEP_SECONDS)
     except BaseException:
         opened.close()
