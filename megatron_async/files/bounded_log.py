@@ -22,7 +22,7 @@ _PIECE_BYTES: Final = 1 << 16
 class BoundedLog:
     """Copies a child process's output from a pipe into a log of limited size.
 
-    `sink` is the file descriptor that the child writes its output to.
+    Pass `sink`, the write end of the pipe, to the child as its standard output and error.
 
     Raises:
         OSError: If the log file cannot be opened.
@@ -44,15 +44,14 @@ class BoundedLog:
         self._thread.start()
 
     def discard(self) -> None:
-        """Close the log file and the pipe; call this in place of `start` if the child was not
-        started."""
+        """Close the log file and the pipe. Call this instead of `start` if there is no child."""
         if self._file is not None:
             self._file.close()
         for end in (self._source, self.sink):
             os.close(end)
 
     def tail(self, seconds: float) -> str:
-        """Return the last 64 KiB of the child's output; wait up to `seconds` for its end before."""
+        """Wait up to `seconds` for the end of the child's output; return its last 64 KiB."""
         self._thread.join(seconds)
         return self._tail.decode(errors="replace")
 

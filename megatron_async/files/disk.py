@@ -2,9 +2,9 @@
 
 Invariants
 - The message names the path, the reason that the system gives, and the remedy.
-- A line of a `JsonLinesFile` is in the file completely or not at all, also when the disk becomes
-  full during the write or the writer is killed. If an earlier process left an incomplete line, the
-  next line is still readable.
+- A `JsonLinesFile` appends lines completely or not at all, even if the disk becomes full during the
+  write. If a killed process left an incomplete last line, that line is removed when the file is
+  opened again, so that the next line starts on a new line.
 - No error is hidden: an error that does not concern the disk is raised unchanged.
 """
 
@@ -44,7 +44,8 @@ _SQLITE_REMEDIES: Final = {
     sqlite3.SQLITE_PERM: _NO_RIGHT,
     sqlite3.SQLITE_IOERR: _FAILING,
 }
-# These error numbers always concern a disk. The others do only if the error names a file.
+# These error numbers always concern a disk. Other error numbers count as disk errors only if the
+# error names a file.
 _SURELY_DISK: Final = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 _RUST_ERROR: Final = re.compile(r"\(os error (\d+)\)")
 _TAIL_BYTES: Final = 1 << 16
@@ -56,7 +57,7 @@ class CannotWrite(ComponentFailure):
 
 
 def reason(error: BaseException) -> str:
-    """Return why a file cannot be written and how to solve that, as the end of an error message."""
+    """Return why a file cannot be written, and the remedy if known, as the end of a message."""
     if isinstance(error, OSError):
         remedy = _REMEDIES.get(error.errno or 0)
         cause = error.strerror or str(error)
@@ -93,7 +94,8 @@ def writing(path: Path | str | None, what: str = "") -> Iterator[None]:
 def _system_error(error: Exception) -> OSError | None:
     """Return the OSError behind an exception, or None if it is not a system error.
 
-    Libraries written in Rust, such as safetensors, only put the error number into their message.
+    Libraries written in Rust, such as safetensors, do not raise OSError. Their messages contain the
+    system's error number, from which an OSError is made.
     """
     if isinstance(error, OSError):
         return error
@@ -104,8 +106,8 @@ def _system_error(error: Exception) -> OSError | None:
 def disk_failure(error: BaseException) -> CannotWrite | None:
     """Return a CannotWrite that explains a disk-related OSError; None for any other error.
 
-    Writes to a known path are inside `writing`. This function is for errors of other code, such as
-    libraries, which escape without an explanation.
+    Code that writes to a known path uses `writing`. This function is for errors of other code, such
+    as that of libraries, which would reach the user without an explanation.
     """
     if not isinstance(error, OSError) or error.errno not in _REMEDIES:
         return None
@@ -137,7 +139,7 @@ def check_free_space(directory: Path, size: int) -> None:
             with trial.open("wb") as file:
                 file.write(bytes(size))
         finally:
-            with contextlib.suppress(OSError):  # an error of the write above is more important
+            with contextlib.suppress(OSError):  # An error of the write above must not be hidden.
                 trial.unlink(missing_ok=True)
 
 
@@ -154,7 +156,8 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
     Raises:
         OSError: If the file cannot be replaced.
     """
-    # A random name, because on a shared file system another node may have the same process ID.
+    # The name is random rather than made from the process ID, because on a shared file system a
+    # process of another node may have the same ID.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
@@ -163,7 +166,7 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
         else:
             temporary.replace(path)
     finally:
-        with contextlib.suppress(OSError):  # an error of the write above is more important
+        with contextlib.suppress(OSError):  # An error of the write above must not be hidden.
             temporary.unlink(missing_ok=True)
 
 
@@ -190,15 +193,16 @@ def remove_unfinished(directory: Path) -> None:
 
 @contextlib.contextmanager
 def with_default_mode(path: Path) -> Iterator[None]:
-    """Give the file that the block writes at `path` the access mode that the umask gives new files.
+    """Give the file that the block writes at `path` the access mode of an ordinary new file.
 
-    This is meant for libraries that choose a mode themselves, such as safetensors.
+    That is the mode which the umask determines. This is meant for libraries that choose another
+    mode, such as safetensors.
 
     Raises:
         OSError: If the file or its mode cannot be written.
     """
-    # Creating a file shows the mode. `os.umask` could be asked, but it returns the umask only by
-    # changing it for all threads of the process.
+    # Create the file to see which mode a new file gets. `os.umask` would return the umask, but also
+    # change it for all threads of the process.
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     yield
@@ -230,7 +234,7 @@ def force_to_disk(path: Path) -> None:
 
 
 def leads_to(path: Path, file: os.stat_result) -> bool:
-    """Return whether `path` still refers to the open file with the status `file`.
+    """Return whether `path` still refers to the open file whose `os.fstat` result is `file`.
 
     It does not if the file was removed or replaced. If that cannot be determined, return True.
     """
@@ -239,7 +243,8 @@ def leads_to(path: Path, file: os.stat_result) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
-        # The disk does not respond. Later reads and writes of the open file will raise its error.
+        # The disk does not respond, so it is not known. Later reads and writes of the open file
+        # will raise the error.
         return True
 
 
@@ -247,8 +252,8 @@ class JsonLinesFile:
     """A file of JSON lines to which lines are only appended.
 
     Once a write has failed, every later write raises the same CannotWrite, but `close` does not. If
-    someone removes or replaces the file in the meantime, it is created again, unless the file was
-    opened with `new`.
+    the file is removed or replaced while it is open, the next write opens or creates the file at
+    its path, unless this object was made with `new`.
 
     Raises:
         CannotWrite: If the file cannot be opened, here or in `write`, `flush` and `close`.
@@ -280,10 +285,10 @@ class JsonLinesFile:
             return file
 
     def write(self, text: str) -> int:
-        """Buffer `text`, lines to be appended; flush the buffer to the file once it has 64 KiB.
+        """Add `text`, which is whole lines, to a buffer that is flushed once it has 64 KiB.
 
         Returns:
-            The number of characters.
+            The number of characters in `text`.
         """
         if self._failure is not None:
             raise self._failure
@@ -341,7 +346,7 @@ def json_lines(data: bytes) -> Iterator[dict[str, Any]]:
 
 
 def whole_lines_end(path: Path) -> int:
-    """Return the number of bytes up to the end of a file's last whole line; 0 without a file."""
+    """Return the size in bytes of a file without an incomplete last line; 0 without a file."""
     try:
         file = os.open(path, os.O_RDONLY)
     except FileNotFoundError:

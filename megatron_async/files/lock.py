@@ -1,10 +1,11 @@
 """Provides an exclusive lock on a file, which also names the process that holds the lock.
 
 Invariants
-- The lock (`flock`) ends with its process, however the process ends; the file stays. Between hosts
-  the lock works as far as the file system supports it (NFS 4, GPFS, Lustre mounted with `flock`).
-- The lock ends when the last `FileLock` that shares it is closed. A child process that is just
-  being started may still have a copy of the file descriptor; that copy does not keep the lock.
+- The kernel releases the lock (`flock`) when its process ends, even if the process is killed. The
+  file is not removed. Between hosts the lock works only if the file system supports that, as NFS 4,
+  GPFS and Lustre mounted with `flock` do.
+- The lock is released when the last `FileLock` that shares it is closed. A child process that is
+  just being started may still have a copy of the file descriptor; that copy does not keep the lock.
 - The holder named in the file is information for people. It has no meaning while the lock is free.
 """
 
@@ -72,7 +73,7 @@ class Holder:
 class LockHeld(Exception):
     """Raised when this process or another one already holds the lock.
 
-    `holder` describes that process; None if the lock's file does not name it.
+    `holder` describes the process that holds it; None if the lock's file does not name one.
     """
 
     def __init__(self, holder: Holder | None) -> None:

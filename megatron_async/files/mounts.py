@@ -1,14 +1,16 @@
 """Finds the file system of a path, and whether it is local to this node or shared.
 
-The kind of file system comes from the mount table. In a chroot the table lacks the root file
-system; there the command `stat` reports the kind. It calls every FUSE file system `fuseblk`,
-whether local or shared.
-
-Why this matters: memory that processes share through a file, as SQLite's write-ahead log does,
+This matters because memory that processes share through a file, as SQLite's write-ahead log does,
 works only within one node. On a file system shared by several nodes it may seem to work, but the
-data is wrong. A kind on neither list below may be local or shared, such as `9p` of WSL and gVisor
-or `virtiofs` of virtual machines: callers prefer a directory that is known to be local, and
-otherwise accept the unknown kind.
+data is wrong.
+
+The kind of file system comes from the mount table. In a chroot the table lacks the root file
+system, so the command `stat` is used there. `stat` calls every FUSE file system `fuseblk`, whether
+local or shared, so that reply counts as unknown.
+
+A kind on neither list below may be local or shared, such as `9p` of WSL and gVisor or `virtiofs` of
+virtual machines. Callers prefer a directory that is known to be local, and otherwise accept one of
+unknown kind.
 """
 
 import subprocess
@@ -20,10 +22,10 @@ import psutil
 _LOCAL = frozenset(
     {"apfs", "bcachefs", "btrfs", "exfat", "ext2", "ext3", "ext4", "f2fs", "fuseblk", "hfs", "jfs"}
     | {"ntfs", "ntfs3", "overlay", "ramfs", "reiserfs", "tmpfs", "vfat", "xfs", "zfs"}
-    | {"ext2/ext3", "overlayfs", "msdos"}  # names that `stat` gives ext2 to ext4, overlay, vfat
+    | {"ext2/ext3", "overlayfs", "msdos"}  # Names in `stat` of ext2 to ext4, overlay and vfat.
     | {"fuse.fuse-overlayfs", "fuse-overlayfs"}
 )
-# Names without the prefix `fuse.`, which file systems served by FUSE have.
+# The prefix `fuse.`, which the mount table gives file systems served by FUSE, is left out here.
 _SHARED = frozenset(
     {"acfs", "afs", "beegfs", "ceph", "ceph-fuse", "cifs", "fhgfs", "gfs", "gfs2", "glusterfs"}
     | {"gpfs", "lustre", "nfs", "nfs3", "nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "quobyte"}
@@ -60,7 +62,8 @@ class FileSystem:
 def file_system_of(path: Path) -> FileSystem:
     """Return the file system of `path` or, if it does not exist, of its nearest existing parent."""
     real = existing(path.resolve())
-    # Of several mounts at one path, the last one hides the others.
+    # If several file systems are mounted at one path, the last one hides the others. It is the one
+    # that the dictionary keeps.
     mounts = {m.mountpoint: m.fstype for m in psutil.disk_partitions(all=True)}
     for folder in (real, *real.parents):
         if str(folder) in mounts:

@@ -13,8 +13,8 @@ from typing import Final
 
 from megatron_async.errors import UserError
 
-# Launch scripts set this variable to the digest of the code that they belong to
-# (launch/cluster_env.sh).
+# Launch scripts set this environment variable to the digest (`code_digest`) of the package that
+# they come with; launch/cluster_env.sh computes it.
 CODE_VARIABLE: Final = "MEGATRON_ASYNC_CODE"
 CONTAINER_OPTION: Final = "--container-image"
 _PACKAGE: Final = Path(__file__).parents[1]
@@ -23,19 +23,19 @@ ROOT: Final = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent
 
 
 def existing(path: Path) -> Path:
-    """Return `path` if it exists, else the file of that relative path that comes with the package.
+    """Return `path` if it exists, else the path of the package's own file of that name.
 
-    For example, `configs/quickstart.yaml` is found from any directory. If there is neither, `path`
-    is returned.
+    For example, `configs/quickstart.yaml` is found from any directory, because it comes with the
+    package. If the package has no such file either, `path` is returned.
     """
     shipped = ROOT / path
     return shipped if not path.exists() and shipped.is_file() else path
 
 
 def script_environment() -> dict[str, str]:
-    """Return environment variables that launch scripts need if they do not run from a clone.
+    """Return environment variables that launch scripts need in an installed package.
 
-    The defaults of the scripts are right for a clone.
+    In a clone of the repository the result is empty, because the scripts' defaults are right there.
     """
     in_container = CONTAINER_OPTION in os.environ.get("MEGATRON_ASYNC_SRUN_ARGS", "")
     if ROOT is not _IN_WHEEL or "MEGATRON_ASYNC_VENV" in os.environ or in_container:
@@ -44,11 +44,10 @@ def script_environment() -> dict[str, str]:
 
 
 def code_digest() -> str:
-    """Return the SHA-256 of a list that has the SHA-256 and the path of each Python file of the
-    package.
+    """Return a digest of all Python files of the package, to detect that two copies differ.
 
-    In a clone of the repository, `launch/cluster_env.sh` computes the same digest with the command
-    `sha256sum`.
+    It is the SHA-256 of a list with the SHA-256 and the path of each file. In a clone of the
+    repository, `launch/cluster_env.sh` computes the same digest with the command `sha256sum`.
     """
     files = sorted(_PACKAGE.rglob("*.py"), key=lambda file: os.fsencode(file))
     lines = [
@@ -60,9 +59,9 @@ def code_digest() -> str:
 
 
 def check_code() -> None:
-    """Raise a UserError if the launch script belongs to other code than this process runs.
+    """Raise a UserError if the launch script comes with other code than this process runs.
 
-    This happens if the image that the process runs in contains older code.
+    This happens if the container image of this process contains an older version of the package.
     """
     wanted = os.environ.get(CODE_VARIABLE)
     if wanted and wanted != code_digest():

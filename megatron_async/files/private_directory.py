@@ -2,10 +2,11 @@
 
     /tmp/megatron-async-UID/RANDOM/    mode 700; its creator holds the lock on the file `lock`
 
-They are not below TMPDIR, because a socket's path must be short, and file locks need a local disk.
+The directories are not below TMPDIR, which may be a long path on a shared disk: the path of a
+socket must be short, and file locks need a local disk.
 
 Invariants
-- If a creator has died, its directory is removed when the next directory is created.
+- A directory whose creator has died is removed when any process of this user creates the next one.
 """
 
 import fcntl
@@ -80,7 +81,8 @@ def private_directory() -> Iterator[Path]:
     lock = os.open(directory / "new", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        # The file gets its final name only now, so that other processes find it already locked.
+        # Give the file its final name after locking it, so that other processes never find it
+        # unlocked while the directory is in use.
         (directory / "new").rename(directory / "lock")
         yield directory
     finally:
@@ -117,7 +119,8 @@ def process_directory(prefix: str, where: Path) -> Path:
     for found in where.glob(prefix + "*"):
         owner = found.name.removeprefix(prefix).partition("-")[0]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists():
-            # The directory may belong to another user, or be removed by another process just now.
+            # Ignore errors: the directory may belong to another user, or another process may be
+            # removing it at the same time.
             with suppress(OSError):
                 shutil.rmtree(found)
     return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=where))
@@ -132,7 +135,7 @@ def _remove_if_left(directory: Path) -> None:
     try:
         lock = os.open(directory / "lock", os.O_RDWR)
     except OSError:
-        with suppress(OSError):  # `rmdir` refuses a directory with other files
+        with suppress(OSError):  # `rmdir` raises an error if the directory has other files.
             if time.time() - directory.lstat().st_mtime > _UNLOCKED_SECONDS:
                 (directory / "new").unlink(missing_ok=True)
                 directory.rmdir()
