@@ -1,6 +1,7 @@
-"""Runs coroutines from blocking code, also in a thread with a running event loop (notebooks).
+"""Runs coroutines from blocking code.
 
-All coroutines run on one event loop, in a thread that the first call starts.
+All coroutines run on one separate event loop, in a thread that the first call starts. So the caller
+may itself be in a thread that runs an event loop, as code in a notebook is.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ def blocking(work: Coroutine[Any, Any, R], while_waiting: Callable[[], None] = l
     """Run the coroutine `work` on the event loop's thread, wait for it, and return its result.
 
     If `while_waiting` raises, or the user presses Ctrl-C, `work` is canceled, and this function
-    waits up to `_END_SECONDS` for its cleanup.
+    waits up to `_END_SECONDS` until the canceled coroutine has cleaned up.
 
     Args:
         work: The coroutine.
@@ -38,8 +39,8 @@ def blocking(work: Coroutine[Any, Any, R], while_waiting: Callable[[], None] = l
 
     async def noting_the_end() -> R:
         try:
-            # No time limit is needed here: `work` has its own, or `while_waiting` raises at a
-            # limit.
+            # This wait needs no time limit, because either `work` has one, or the caller's
+            # `while_waiting` raises an error when a limit is exceeded.
             return await work
         finally:
             ended.set()

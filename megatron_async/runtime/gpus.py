@@ -1,15 +1,15 @@
 """Detects a GPU that torch can use, for processes that do not need torch for anything else.
 
 Invariants
-- If torch is already imported, only torch is asked.
+- If torch is already imported, its answer is used, and no device files are looked for.
 """
 
 import sys
 from pathlib import Path
 from typing import Final
 
-# Device files of NVIDIA's driver (also on Jetson and under Windows) and of AMD's. Without any of
-# them, no library finds a device.
+# Device files of NVIDIA's driver (the second and third name: on Jetson and under Windows) and of
+# AMD's driver. If none of them exists, torch cannot find a GPU.
 _DRIVER_FILES: Final = ("nvidiactl", "nvmap", "dxg", "kfd")
 
 

@@ -1,9 +1,10 @@
 """Provides `HostBuffers`: reusable host memory for copies of device tensors.
 
 Invariants
-- Host memory for a GPU's tensors is pinned. Pinning is slow, so each buffer is kept.
+- Host memory for tensors of a GPU is pinned (locked in memory), which makes copies fast. Pinning
+  itself is slow, so each buffer is kept for the next copy.
 - A buffer has the size of its tensor, rounded up to whole pages. torch's own allocator of pinned
-  memory would round each size up to a power of two.
+  memory would need up to twice as much, since it rounds each size up to a power of two.
 """
 
 import mmap
@@ -12,12 +13,12 @@ import sys
 import torch
 from torch import Tensor
 
-# The value of cudaHostRegisterPortable, which pins memory for every CUDA context.
+# Value of the CUDA flag cudaHostRegisterPortable, which pins memory for every CUDA context.
 _PORTABLE = 1
 
 
 class HostBuffers:
-    """Host memory for tensors that are copied again and again, always in the same order."""
+    """Buffers in host memory for tensors that are copied repeatedly, always in the same order."""
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
@@ -25,11 +26,11 @@ class HostBuffers:
     def copy(self, place: int, values: Tensor) -> Tensor:
         """Copy the tensor `values` to host memory, into the buffer with the number `place`.
 
-        Every number has one buffer, so this overwrites the copy that was made last with the same
-        number. Numbers are used in order, from 0.
+        There is one buffer for each number, so the next copy with the same number overwrites this
+        one. New numbers must be used in order, from 0.
 
         Returns:
-            The copy.
+            The copy, which is the buffer itself.
         """
         kept = self._kept[place] if place < len(self._kept) else None
         if kept is None or kept.shape != values.shape or kept.dtype != values.dtype:
@@ -44,8 +45,8 @@ class HostBuffers:
 class _PinnedMemory(mmap.mmap):
     """Whole pages of anonymous memory that are pinned until the object is deleted.
 
-    The system counts them as shared memory, because Python's mappings without a file are shared. A
-    fork therefore does not copy pinned pages.
+    The system counts this memory as shared memory, because Python makes mappings without a file
+    shared. For the same reason, the pages are not copied after a fork.
     """
 
     address: int
@@ -61,15 +62,15 @@ class _PinnedMemory(mmap.mmap):
         self.address = address
 
     def __del__(self) -> None:
-        # Unregister the memory, because it would stay pinned after it is unmapped. When the process
-        # ends, the CUDA driver does so.
+        # Unpin the memory, because unmapping alone would leave it pinned. While Python shuts down
+        # this is not needed, because the CUDA driver unpins everything when the process ends.
         if hasattr(self, "address") and not sys.is_finalizing():
             runtime = torch.cuda.cudart()
             runtime.cudaHostUnregister(self.address)
 
 
 def pinned_bytes(size: int) -> Tensor:
-    """Return a uint8 tensor [size] in pinned memory, which is freed with the tensor's last view.
+    """Return a uint8 tensor of shape [size] in pinned memory, freed with the tensor's last view.
 
     `size` must be positive.
     """

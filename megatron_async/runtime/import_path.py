@@ -81,8 +81,8 @@ def described(error: BaseException, file: str = "") -> str:
 
     Args:
         error: The exception.
-        file: The user's own file. If given, the line in this file is named, instead of one in a
-            library that the file calls or that calls it.
+        file: The user's own file. If given, the result names the line in this file, even if the
+            exception was raised in a library that the file calls.
     """
     name = type(error).__name__
     if isinstance(error, SyntaxError) and Path(error.filename or "").is_file():
@@ -131,7 +131,8 @@ def _module_of_file(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None  # a .py file always has a loader
     module = importlib.util.module_from_spec(spec)
-    # Registered before it is executed, because dataclasses look up the module that defines them.
+    # Register the module before it is executed, because `dataclass` looks up the module of a class
+    # in `sys.modules`.
     sys.modules[name] = module
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))

@@ -1,8 +1,9 @@
 """Calls a user's function and returns an `Outcome`: a tuple of its result and its exception.
 
-Threads and coroutines return an `Outcome` instead of raising the exception, because neither a
-future nor a coroutine can carry a StopIteration: asyncio raises a TypeError instead, and the
-waiting coroutine is never resumed.
+Functions that run a user's code in a thread or a coroutine return an `Outcome` instead of raising
+the user's exception. The reason is StopIteration, which user code may raise: a future or coroutine
+cannot carry it. asyncio would raise a TypeError, and the coroutine that waits for the result would
+never continue.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,7 @@
 """Sets attributes of this process that only Linux has (man 2 prctl).
 
-The sandbox has a copy of this code, because no module of this project can be imported there.
+The program that runs a policy's code in a sandbox has a copy of this code, because it cannot import
+modules of this project.
 """
 
 import ctypes
@@ -10,7 +11,7 @@ from typing import Final
 PDEATHSIG: Final = 1
 """Option: the signal that this process receives when its parent dies."""
 SUBREAPER: Final = 36
-"""Option: whether orphaned descendants of this process become its children."""
+"""Option: whether descendants of this process whose parent has died become its children."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

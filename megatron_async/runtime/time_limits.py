@@ -1,12 +1,13 @@
 """Provides time limits that count only the seconds in which this process could run.
 
-A process that was stopped or starved finds every ordinary limit exceeded when it continues, while
-the messages that it waited for are unread in its sockets. That must not count against the sender.
+A process may be stopped, or get no CPU time, for a while. When it continues, every ordinary time
+limit is exceeded, although the messages that it waited for may have arrived and be unread in its
+sockets. The senders of these messages must not be blamed for that.
 
 Invariants
-- Time is counted in steps of `STEP_SECONDS`. If a step ends at least one step too late, the process
-  could not run during it. `AwakeClock` then counts two steps for it, and `AwakeTimeout` counts none
-  and waits for another step.
+- Time is counted in steps of `STEP_SECONDS`. If a step ends at least `STEP_SECONDS` too late, the
+  process could not run during it. `AwakeClock` then counts two steps however long it took.
+  `AwakeTimeout` then counts nothing and waits for another step.
 """
 
 import asyncio
@@ -22,7 +23,9 @@ STEP_SECONDS: Final = 0.5
 
 
 class AwakeClock:
-    """Clock of the seconds in which an event loop could run; `run` must be running on that loop.
+    """Clock that counts only time in which an event loop could run.
+
+    The coroutine `run` must be running on that event loop.
 
     Args:
         clock: Function that returns the time in seconds.
@@ -30,7 +33,8 @@ class AwakeClock:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # One tuple instead of two attributes, because other threads read both values together.
+        # The clock's reading at the last tick, and the time of that tick. They are one tuple,
+        # because other threads read both and must get values that belong together.
         self._ticked = (0.0, clock())
 
     def __call__(self) -> float:
@@ -50,9 +54,9 @@ class AwakeClock:
 
 
 class AwakeTimeout:
-    """Context manager like `asyncio.timeout`, for time in which the event loop could run.
+    """Context manager like `asyncio.timeout`, which counts only time in which the loop could run.
 
-    The block is canceled with a TimeoutError after `seconds` of such time.
+    The block is canceled with a TimeoutError after `seconds` in which the event loop could run.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -77,9 +81,10 @@ class AwakeTimeout:
         await self._limit.__aexit__(kind, error, trace)
 
     def restart(self) -> None:
-        """Start the time limit again in full, plus one step for the step that is being counted.
+        """Restart the time limit, as for a limit on silence when something was received.
 
-        Call this when a limit on silence has received something.
+        One step is added to the limit, because the current step, which has partly passed, is
+        subtracted in full when it ends.
         """
         self._left = self._seconds + STEP_SECONDS
 
@@ -91,11 +96,10 @@ class AwakeTimeout:
         self._handle = loop.call_at(self._due, self._passed, step)
 
     def _passed(self, step: float) -> None:
-        """Subtract the `step` seconds that have passed from the remaining time; then wait for
-        another step, or time out if no time remains.
+        """Subtract a step of `step` seconds, which has passed, from the remaining time.
 
-        A step that ended at least `STEP_SECONDS` too late is not subtracted, because the process
-        could not run during it.
+        Then wait for another step, or time out if no time remains. A step that ended at least
+        `STEP_SECONDS` too late is not subtracted, because the process could not run during it.
         """
         now = asyncio.get_running_loop().time()
         if now - self._due < STEP_SECONDS:
@@ -109,7 +113,8 @@ class AwakeTimeout:
 class AwakeDeadline:
     """Deadline for blocking code that counts only time in which the process could run.
 
-    The caller must call `tick` once per step, or run its code inside `counting`.
+    The caller must call `tick` every `STEP_SECONDS` or more often, or run its code inside
+    `counting`, which does so.
     """
 
     def __init__(self, seconds: float) -> None:
