@@ -27,7 +27,7 @@ from megatron_async.trajectory.types import FloatArray, IntArray
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
-    """One optimizer batch: S sequences with T tokens in total, packed end to end.
+    """One optimizer batch: S sequences with T tokens in total, one after the other without padding.
 
     Attributes:
         step: Number of the update that trains the batch.
@@ -38,8 +38,9 @@ class TokenBatch:
         temperature: Sampling temperature of the log-probs.
         columns: Further per-token arrays by name, each of shape [T, *inner]; 0 where a token has no
             value.
-        store_position: Position of the trajectory store when the batch was made durable. The
-            trainer passes it to `attach` when it connects again.
+        store_position: Number of transactions of the trajectory store when the batch was on disk.
+            The trainer passes it to the rollout manager when it connects again, which detects
+            from it that a restored store lacks transactions.
     """
 
     step: int

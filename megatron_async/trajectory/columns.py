@@ -5,9 +5,10 @@ dtype with one field, in this module or where the column's shape is known:
 
     ROUTES = np.dtype([("routes", "<i2", (2, 4))])
 
-An engine returns an array of that dtype beside the ids and log-probs (`TokenChunk.columns`). The
-dtype is stored with the array. Token reports, the store, its export file, segments and batches read
-the declaration from there, so a new column needs no change in them.
+An engine returns an array of that dtype in addition to the ids and log-probs
+(`TokenChunk.columns`). The dtype is stored with the array. All code that handles columns (messages
+from engines, the store, its export file, segments and batches) reads the name, type and shape from
+that dtype, so a new column needs no change there.
 
 Invariants
 - The arrays of n tokens have shape [n], in this order: ids, log-probs, further columns.
@@ -32,7 +33,7 @@ NO_TOKENS: Final[Arrays] = (np.zeros(0, TOKEN_IDS), np.zeros(0, LOGPROBS))
 
 
 def find_mismatch(arrays: Arrays) -> str | None:
-    """Check that all arrays have one entry per token; return what is wrong, or None."""
+    """Check that all arrays have one entry per token; return what is wrong, else None."""
     for array in arrays:
         if array.shape != (arrays[0].size,):
             return f"columns have the shapes {[array.shape for array in arrays]}"
@@ -40,7 +41,10 @@ def find_mismatch(arrays: Arrays) -> str | None:
 
 
 def joined(parts: Sequence[Arrays]) -> Arrays:
-    """Concatenate several lists of token columns along the tokens; all have the same columns."""
+    """Concatenate several lists of token columns along the tokens.
+
+    All lists must have the same columns.
+    """
     return tuple(map(np.concatenate, zip(*parts, strict=True)))
 
 
@@ -57,8 +61,8 @@ def unpacked(blobs: Sequence[bytes], stored: str | None) -> Arrays:
 
     Args:
         blobs: Blobs that all have the same columns.
-        stored: Declarations of the columns after ids and log-probs, as `text` returns them; None if
-            there are none.
+        stored: Names, types and shapes of the columns besides ids and log-probs, as `text` returns
+            them; None if there are no such columns.
     """
     found, start, size = [], 0, token_bytes(stored)
     for kind in _types(stored):
@@ -76,7 +80,10 @@ def text(further: Types) -> str | None:
 
 
 def token_bytes(stored: str | None) -> int:
-    """Return the number of bytes of one token in a blob; `stored` declares its further columns."""
+    """Return the number of bytes that one token takes up in a blob.
+
+    `stored` describes the columns besides ids and log-probs, as `text` returns them.
+    """
     return sum(kind.itemsize for kind in _types(stored))
 
 

@@ -1,12 +1,14 @@
 """Packs complete groups into one `TokenBatch`, with the version, lag and loss mask of every token.
 
 Invariants
-- The policy number of a token is counted along the current lineage: a token of version (l, a),
-  whose lineage l parted from the current one at n0, counts as number min(a, n0). Its lag in update
-  n is n - min(a, n0) (docs/semantics.md section 1). Every lag is >= 0.
-- Tokens are trained (mask 1) exactly if the policy generated them and no staleness rule masks them,
-  each in one sequence. All other tokens have mask 0, log-prob 0 and lag 0. A policy token that is
-  not trained keeps its number in `version_T`; prompt and environment tokens have -1.
+- The policy number of a token is counted along the current lineage. A token of version (l, a),
+  where lineage l has the same weights as the current lineage up to policy number n0, counts as
+  number min(a, n0). Its lag in update n is n - min(a, n0), which is at least 0 (docs/semantics.md
+  section 1).
+- A token is trained (mask 1) if the policy generated it and no staleness rule masks it. A token
+  that is in several sequences is trained in one of them. All other tokens have mask 0, log-prob 0
+  and lag 0. In `version_T`, a policy token that is not trained keeps its number; prompt and
+  environment tokens have -1.
 - Groups stay in the given order. The trajectories of a group are adjacent, and so are the branches
   of a trajectory. Dropped trajectories of a group are left out. Every other trajectory needs a
   reward.
@@ -32,7 +34,8 @@ from megatron_async.trajectory.types import (
 
 NO_VERSION = -1
 TURN_RETURNS = "turn_returns"
-"""Name of the column with each trained token's return: the discounted reward from its turn on."""
+"""Name of the column with the return of each trained token, which is the discounted sum of the
+rewards from the token's turn on."""
 
 
 def pack_groups(
@@ -51,7 +54,7 @@ def pack_groups(
         groups: The groups, in the order of the batch.
         step: Number of the update that will train the batch.
         lineage: The current lineage.
-        branch_points: For every earlier lineage, the policy number at which it parted from the
+        branch_points: For every earlier lineage, the last policy number that it shares with the
             current lineage.
         temperature: Sampling temperature of the log-probs.
         mask_before: Tokens of a policy number below this one are not trained; None trains all.
@@ -140,7 +143,15 @@ def number_on_lineage(
 ) -> int:
     """Return the policy number of `version` counted along `lineage`.
 
-    For a version (l, a) of another lineage, which parted from `lineage` at n0, this is min(a, n0).
+    For a version of another lineage this is `min(version.number, branch_points[version.lineage])`:
+    the other lineage has the same weights as `lineage` up to its branch point, and later versions
+    count as the branch point.
+
+    Args:
+        version: The policy version.
+        lineage: The current lineage.
+        branch_points: For every other lineage, the last policy number that it shares with
+            `lineage`.
 
     Raises:
         ValueError: If `branch_points` has no entry for the version's lineage.
@@ -179,8 +190,7 @@ def _trainable(trajectory: Trajectory) -> list[tuple[BranchSpan, ...]]:
 
 
 def _opening(runs: Sequence[BranchSpan]) -> int:
-    """Return the number of tokens before a branch's first policy token: prompt and environment
-    tokens."""
+    """Return the number of prompt and environment tokens before a branch's first policy token."""
     later = enumerate(runs[1:], start=1)
     own = (i for i, run in later if run.turn is None or not run.segment.from_environment)
     return sum(len(run.segment) for run in runs[: next(own, len(runs))])
@@ -189,10 +199,11 @@ def _opening(runs: Sequence[BranchSpan]) -> int:
 def _returns(
     chosen: Sequence[tuple[Trajectory, Sequence[BranchSpan]]], discount: float
 ) -> tuple[list[float | None], list[np.float32]]:
-    """Return the return of each sequence's first turn, and the return of the turn of each segment.
+    """Compute the return of each sequence's first turn, and of the turn of each segment.
 
-    Both are computed in the type that a batch stores rewards in, so that the values of a first turn
-    are equal in both. Segments that are not trained have return 0.
+    The return of a turn is the discounted sum of the rewards from this turn on. Segments that are
+    not trained have return 0. Both results are rounded to float32, in which a batch stores rewards,
+    so that the return of a first turn is exactly the same in both.
     """
     rewards: list[float | None] = []
     of_runs: list[np.float32] = []
@@ -204,8 +215,9 @@ def _returns(
 
 
 def _columns(segments: Sequence[Segment]) -> dict[str, Array]:
-    """Collect the further columns of all segments by name, [T, *inner]; 0 where a segment lacks the
-    column.
+    """Collect the columns besides ids and log-probs of all segments, by name.
+
+    Each has shape [T, *inner] for T tokens, with 0 for the tokens of segments without the column.
 
     Raises:
         TypeError: If two segments have columns with the same name and different types.

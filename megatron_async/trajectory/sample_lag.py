@@ -1,17 +1,18 @@
-"""Counts lag in samples: the trajectories trained between a policy version and the batch that uses
-it.
+"""Counts lag in samples, which is the number of trajectories trained since a policy version.
 
-PipelineRL counts lag in samples, because a bound in samples does not change with the batch size.
+A sample is one trajectory. PipelineRL counts lag in samples rather than in updates, because a
+bound in samples keeps its meaning when the batch size changes.
 
 Invariants
 - The lag of a trajectory is the lag of its oldest trained token (docs/semantics.md section 1). If
-  that token is of version a and in batch n, the lag is the number of trajectories in the batches a
-  to n - 1 of the current lineage. On-policy, this is 0.
-- A batch that the trainer could not use counts 0 for batches that are packed after it was dropped.
+  policy version a generated that token and the token is in batch n, the lag is the number of
+  trajectories in the batches a to n - 1 of the current lineage. On-policy (a = n), this is 0.
+- A batch that the trainer could not use counts as 0 trajectories in every lag that is computed
+  after the batch was dropped.
 
-After a resume, the size of a batch that compaction has removed is not known, so the usual batch
-size is assumed. A batch that compaction has removed in part counts only its remaining trajectories.
-Lags that include such a batch are estimates.
+After a resume, the size of a batch that compaction has removed from the store is not known, so the
+usual batch size is assumed. If compaction has removed only some trajectories of a batch, the
+remaining ones are counted. Lags that include such a batch are estimates.
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from megatron_async.trajectory.batch import TokenBatch
 
 
 class SamplesTrained:
-    """Counts the trajectories that each training step has trained."""
+    """Counts the trajectories of each batch, and computes lags in samples from the counts."""
 
     def __init__(
         self,
@@ -32,12 +33,12 @@ class SamplesTrained:
         batch_size: int = 0,
         sizes: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """Start counting at batch `first_step`.
+        """Start with the sizes of the batches before `first_step`, which come from the store.
 
         Args:
             first_step: Number of the first batch that will be added.
-            batch_size: Size that is assumed for an earlier batch without an entry in `sizes`.
-            sizes: Number of trajectories of earlier batches, by step.
+            batch_size: Size that is assumed for a batch before `first_step` without a known size.
+            sizes: Number of trajectories of each batch before `first_step`, by step.
         """
         # Element n is the number of trajectories in the batches 0 to n - 1.
         self._before = [0]
@@ -61,7 +62,7 @@ class SamplesTrained:
     def lag_E(self, batch: TokenBatch) -> npt.NDArray[np.int64]:
         """Return the lag in samples of each trajectory of `batch` that has trained tokens.
 
-        `batch` must be the next batch to be added, or an earlier one.
+        `batch` must have been added before, or be the next one to add.
         """
         trained_T = batch.loss_mask_T > 0
         if not batch.num_sequences:

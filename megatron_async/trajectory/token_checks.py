@@ -1,5 +1,4 @@
-"""Detects token ids and log-probs that no policy can produce, so that such values are never trained
-on.
+"""Detects token ids and log-probs that no policy can produce, to keep them out of training.
 
 The log-prob of a sampled token is at most 0, apart from rounding. It is at least -103.3, the
 logarithm of 2^-149, which is the smallest positive float32 probability.
@@ -17,8 +16,7 @@ SMALLEST_LOGPROB: Final = -104.0
 def find_invalid_token(
     token_ids_T: npt.NDArray[Any], logprobs_T: npt.NDArray[Any], vocabulary: int | None
 ) -> str | None:
-    """Return a description of the first token that no policy can produce; None if all tokens are
-    valid.
+    """Describe the first token that no policy can produce; return None if all tokens are valid.
 
     Args:
         token_ids_T: The token ids.
@@ -31,7 +29,8 @@ def find_invalid_token(
     if lowest < 0 or (vocabulary is not None and highest >= vocabulary):
         wrong = lowest if lowest < 0 else highest
         return f"token {wrong} is outside the vocabulary of {vocabulary} tokens"
-    # Written so that NaN, for which no comparison holds, is found too.
+    # Comparisons with NaN are false. So test whether all values are valid, and not whether one is
+    # invalid, which would miss NaN.
     if not (logprobs_T.max() <= MAX_LOGPROB and logprobs_T.min() >= SMALLEST_LOGPROB):
         possible_T = (logprobs_T <= MAX_LOGPROB) & (logprobs_T >= SMALLEST_LOGPROB)
         place = int(np.argmin(possible_T))

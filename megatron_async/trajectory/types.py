@@ -8,13 +8,13 @@ Invariants
   are those of the behavior policy at the sampling temperature; those of an environment segment are
   0.
 - The response of a trajectory is the concatenation of its segments, in order. Segments are only
-  appended. A restart of the trajectory removes all of them.
+  appended, except that a restart of the trajectory removes all of them.
 - An episode is a trajectory with turns. The turns form a tree, since a turn may follow any earlier
   one. Turn n has the segments from index `segment` up to the `segment` of turn n + 1: first those
   of the environment, then those of the policy.
-- Each branch of that tree is a training sequence. A policy token that is in several branches is
-  trained in the branch that was written first; in the others it is context (docs/semantics.md
-  section 7).
+- A branch is a path from the start of a conversation to a turn that no other turn follows. Each
+  branch is one training sequence. A policy token that is in several branches is trained only in the
+  branch that was written first; in the other branches it is context (docs/semantics.md section 7).
 """
 
 import enum
@@ -31,20 +31,21 @@ from megatron_async.trajectory.columns import LOGPROBS, TOKEN_IDS, Arrays, joine
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 ABANDONED: Final = "abandoned"
-"""Key in a stored answer that makes `Turn.abandoned` true."""
+"""Key in `Turn.answer`, the stored response of a turn, that makes `Turn.abandoned` true."""
 CHUNK_TOKENS: Final = 64
 """Number of tokens that the store writes as one chunk.
 
-The host of an engine keeps fewer unacknowledged tokens of a response than this, so that a kill
-costs a response at most one chunk. Smaller chunks would cost more writes per token.
+The process of an engine reads further tokens of a response only while fewer than this many are
+unacknowledged. So a kill costs each response at most one chunk. Smaller chunks would lose less, but
+need more writes per token.
 """
 
 
 class PolicyVersion(NamedTuple):
-    """The weights at the start of update `number` on lineage `lineage` (docs/semantics.md section
-    1).
+    """Identifies the weights at the start of update `number` on lineage `lineage`.
 
-    The lineage grows by one at every resume of the run.
+    The lineage is a number that grows by one at every resume of the run (docs/semantics.md section
+    1).
     """
 
     lineage: int
@@ -80,9 +81,9 @@ class RequestKey(NamedTuple):
 
 
 class TrajectoryState(enum.StrEnum):
-    """State of a trajectory: pending -> running <-> partial -> finished -> scored -> batched, or
-    dropped.
+    """State of a trajectory, which advances from pending to batched or ends in dropped.
 
+    The usual order is pending -> running <-> partial -> finished -> scored -> batched.
     A trajectory is partial when its generation was interrupted and can be resumed. An episode is
     `waiting` from the end of a turn until its next request has the first token.
     """
@@ -98,7 +99,7 @@ class TrajectoryState(enum.StrEnum):
 
 
 class DropReason(enum.StrEnum):
-    """Reason for which a trajectory is dropped: leaves the run without being in a batch.
+    """Reason for which a trajectory was dropped, which means permanently excluded from training.
 
     docs/semantics.md section 2 explains each reason.
     """
@@ -122,10 +123,10 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Consecutive tokens of a response that have one author: one policy version on one engine, or
-    the environment.
+    """Consecutive tokens of a response that were written by one author.
 
-    All arrays, including further columns, have one entry for each of the segment's n tokens.
+    The author is one policy version on one engine, or the environment. All arrays, including those
+    in `columns`, have one entry for each token of the segment.
     """
 
     token_ids: IntArray
@@ -150,7 +151,7 @@ class Prompt:
 
     Attributes:
         payload: Data for the scorer or the environment, JSON-serializable. Only the task reads it.
-        priority: Among trajectories that wait for free request capacity, the one with the highest
+        priority: When an engine can accept another request, the waiting trajectory with the highest
             priority is submitted first.
     """
 
@@ -191,8 +192,7 @@ class Turn:
 
 
 def last_of(turns: Sequence[Turn]) -> Turn:
-    """Return the last turn whose response reached the agent program; the last turn if there is
-    none."""
+    """Return the last turn that is not abandoned (`Turn.abandoned`), or else the last turn."""
     return next((turn for turn in reversed(turns) if not turn.abandoned), turns[-1])
 
 
@@ -201,7 +201,8 @@ class BranchSpan(NamedTuple):
 
     Attributes:
         trained: Whether the segment's tokens are trained in this branch.
-        turn: Number of the turn that has the segment; None for the prompt and without turns.
+        turn: Number of the turn that has the segment; None for the prompt, and for a trajectory
+            without turns.
     """
 
     segment: Segment
@@ -211,8 +212,9 @@ class BranchSpan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Branch:
-    """A training sequence: all tokens from the prompt to the end of one branch, arrays of shape
-    [n].
+    """A training sequence: all n tokens from the prompt to the end of one branch.
+
+    All arrays have shape [n].
 
     Attributes:
         mask: 1 where a token is trained in this branch, else 0.
@@ -249,11 +251,10 @@ class Trajectory:
 
     @property
     def resumed(self) -> bool:
-        """Whether more than one policy version, or more than one request for one turn, wrote the
-        response.
+        """Whether generation was interrupted and resumed.
 
-        Several turns of one version (policy segments separated by an environment segment) do not
-        count.
+        This is so if two policy segments follow each other without an environment segment between
+        them, or if several policy versions wrote the response.
         """
         pairs = zip(self.segments, self.segments[1:], strict=False)
         if any(not a.from_environment and not b.from_environment for a, b in pairs):
@@ -266,31 +267,28 @@ class Trajectory:
         return self.segments[turn.segment : later[0].segment if later else None]
 
     def path(self, turn: Turn) -> list[Turn]:
-        """Return the turns that lead to `turn`, from the start of its conversation, with `turn` as
-        the last."""
+        """Return the turns from the start of the conversation to `turn`, which is the last one."""
         found = [turn]
         while found[-1].parent is not None:
             found.append(self.turns[found[-1].parent])
         return found[::-1]
 
     def branch_length(self, turn: Turn | None) -> int:
-        """Return the number of tokens from the start of the prompt to the end of `turn`, along its
-        branch.
+        """Return the number of tokens of the prompt and of all turns on the path to `turn`.
 
-        If `turn` is None, return the number of tokens of the prompt.
+        The tokens of `turn` itself are included. If `turn` is None, only the prompt counts.
         """
         path = [] if turn is None else self.path(turn)
         turns = sum(len(s) for one in path for s in self.segments_of(one))
         return len(self.prompt.token_ids) + turns
 
     def input_parts(self) -> tuple[list[IntArray], list[IntArray]]:
-        """Return the input of the current response, and the part of the response that exists
-        already.
+        """Return the input and the unfinished response of the request that generates next.
 
         Returns:
-            Two lists of token id arrays. The first list is the context that the policy sees: the
-            prompt and, for episodes, the current branch up to the newest input of the environment.
-            The second list is what the policy has generated after it.
+            Two lists of token id arrays. The first list is the context of the response: the prompt
+            and, for episodes, the newest turn's branch up to the end of the environment's input in
+            that turn. The second list is what the policy has generated so far after this context.
         """
         prompt, answer = [self.prompt.token_ids], list(self.segments)
         if self.turns:
@@ -302,12 +300,11 @@ class Trajectory:
         return prompt, [segment.token_ids for segment in answer]
 
     def spans(self) -> list[tuple[BranchSpan, ...]]:
-        """Return each branch as a tuple of segments, prompt first; branches are in the order of
-        their writing.
+        """Return each branch as a tuple of segments, the first of which is the prompt.
 
-        A trajectory without turns has one branch. Turns whose response never reached the agent
-        (`Turn.abandoned`) and turns without policy tokens are in no branch, unless the trajectory
-        has no other turn.
+        Branches are in the order of their last turns. A trajectory without turns has one branch.
+        Branches do not end with turns whose response never reached the agent (`Turn.abandoned`) or
+        turns without policy tokens, unless the trajectory has no other turn.
         """
         ids = np.asarray(self.prompt.token_ids, TOKEN_IDS)
         nobody = PolicyVersion(0, 0)
@@ -344,10 +341,10 @@ class Trajectory:
         return tuple(map(_branch, self.spans()))
 
     def returns(self, discount: float) -> list[float]:
-        """Return, for each turn, the sum of its reward and all later rewards, discounted once for
-        each turn.
+        """Return the return of each turn, which is its reward plus `discount` * the next return.
 
-        The reward of the scorers counts as part of the last turn's reward.
+        The last turn's reward includes what scorers add: it is set so that the rewards of all turns
+        sum up to the reward of the trajectory.
         """
         rewards = [turn.reward for turn in self.turns]
         rewards[-1] += (self.reward or 0.0) - sum(rewards)
