@@ -1,9 +1,9 @@
 """Computes the number of scorer processes that the queue needs, within `task.scorer_workers`.
 
-A queue of any length is fine if the scorers can finish it within `DRAIN_SECONDS`. A longer queue
-adds scorers immediately, but never more than there are jobs to score. The number decreases only at
-the end of a period of `REST_SECONDS`, to the largest number that was needed in the period, so that
-bursts do not start and end processes all the time.
+If the running scorers would need longer than `DRAIN_SECONDS` to finish the queue, scorers are added
+immediately, but never more than there are jobs to score. The number decreases only at the end of a
+period of `REST_SECONDS`, to the largest number that was needed in the period, so that bursts do not
+start and end processes all the time.
 
 Invariants
 - The number of scorers is between 1 and `most`.
@@ -20,7 +20,7 @@ DRAIN_SECONDS = 0.25
 REST_SECONDS = 60.0
 """Length of the period over which the largest needed number of scorers is remembered."""
 MEMORY = 0.9
-"""Weight of the earlier scores in the running mean of the time of one score."""
+"""Weight of the earlier scores in the exponentially weighted mean of the time of one score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,14 @@ class ScorerCount:
 
 
 def scored(state: ScorerCount, seconds: float) -> ScorerCount:
-    """Return `state` with one more score, which took `seconds`, in its mean time of a score."""
+    """Return `state` after another score, which took `seconds` and is added to its running mean."""
     if not state.seconds:
         return replace(state, seconds=seconds)
     return replace(state, seconds=MEMORY * state.seconds + (1 - MEMORY) * seconds)
 
 
 def queued(state: ScorerCount, waiting: int, at_seconds: float) -> ScorerCount:
-    """Return `state` with the number of scorers (`count`) that `waiting` unscored jobs need.
+    """Return `state` with `count` set to the number of scorers that `waiting` unscored jobs need.
 
     Args:
         state: The state so far.

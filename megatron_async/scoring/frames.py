@@ -7,8 +7,8 @@ Invariants
 - A request is one line of JSON, on a pipe that only the worker writes to.
 - A reply is one JSON packet on a `SOCK_SEQPACKET` socket. The kernel keeps packets apart. So any
   other data that is written to the socket is a separate packet and never shifts or breaks a reply.
-- Every message has an `id`. A reply has the `id` of its request, so that a reply that is sent twice
-  is not mistaken for the reply to another request.
+- Every message has an `id`. A reply has the `id` of its request. So if a reply is sent twice, the
+  second one is not mistaken for the reply to another request.
 """
 
 import json
@@ -37,8 +37,8 @@ def parse_request(line: bytes) -> dict[str, Any] | None:
     """Decode a line of JSON as a request to a scorer process.
 
     Returns:
-        The request. None for a line without a newline at its end: the worker has closed the pipe,
-        and no request follows.
+        The request; None if the line does not end with a newline. This happens when the worker has
+        closed the pipe, so that no request follows.
     """
     content: dict[str, Any] | None = json.loads(line) if line.endswith(b"\n") else None
     return content

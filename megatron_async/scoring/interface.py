@@ -2,7 +2,8 @@
 
 Invariants
 - A failed score has the reward that the settings choose for failures: 0, or `None` to drop the
-  trajectory. Its details count the kind of failure, so that no failure goes unnoticed.
+  trajectory. The details of the score contain the kind of failure, which metrics count, so that no
+  failure goes unnoticed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,17 +22,17 @@ SCORE_FAILURES: Final[Mapping[str, str]] = MappingProxyType(
         "scorer_unavailable": "scorer_unavailable",
     }
 )
-"""Kinds of failed scores: the key that counts a kind in a score's details -> the metric that sums
-it."""
+"""Kinds of failed scores. Maps the key of a kind, which counts it in a score's details, to the name
+of the metric that sums these counts."""
 SCORER_FAULTS: Final = MappingProxyType({**SCORE_FAILURES, "stray_output": "scorer_stray_output"})
-"""`SCORE_FAILURES` and the faults of a scorer that leave the score valid; same keys and values.
+"""`SCORE_FAILURES` and, in the same form, `stray_output`, a fault that leaves the score valid.
 
-`stray_output` counts packets on the scorer's reply socket that were not replies."""
+`stray_output` counts packets on the scorer process's reply socket that were not replies."""
 
 CONVERSATIONS: Final = "conversations"
-"""Key of a prompt's payload with the chat messages of each response's episode, one list each."""
+"""Key of a prompt's payload; its value has the chat messages of each response's episode."""
 COST: Final = "cost"
-"""Name of the score component that holds the price paid for a score; metrics sum it."""
+"""Name of the score component with the price paid to a service for a score; metrics sum it."""
 
 # (reward, components). The reward is None if the scorer failed and the trajectory is to be dropped.
 # The components are named numbers for metrics.

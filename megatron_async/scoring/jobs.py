@@ -3,11 +3,11 @@
 All functions are pure.
 
 Invariants
-- A score that timed out, whose process died on every try or whose service is unavailable follows
-  the setting `task.on_scorer_timeout` (reward 0, or drop the trajectory). A score whose reward
-  function raised an exception or returned no finite number is 0. Each kind of failure is counted in
-  the score's `detail` (`SCORER_FAULTS`).
-- If one of several rewards failed with `None`, the sum for the response is `None` too.
+- The setting `task.on_scorer_timeout` (reward 0, or drop the trajectory) applies to a score that
+  timed out, whose process died on every try, or whose service is unavailable. If the reward
+  function raised an exception or did not return a finite number, the score is 0. Each kind of
+  failure is counted in the score's `detail` (`SCORER_FAULTS`).
+- If one of several rewards of a response is `None` (drop the trajectory), so is the sum.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +51,10 @@ def split(
 
 
 def _of_texts(payload: Mapping[str, Any], span: slice) -> Mapping[str, Any]:
-    """Return `payload` with only the conversations of the responses in `span`, if it has any."""
+    """Return `payload` for only the responses in `span`: leave out the others' conversations.
+
+    Other parts of the payload belong to the prompt and stay.
+    """
     if CONVERSATIONS not in payload:
         return payload
     return {**payload, CONVERSATIONS: payload[CONVERSATIONS][span]}
@@ -73,14 +76,14 @@ def scores_of(
 def failed(
     settings: ScorerSettings, fault: str, job: ScoreJob, seconds: float, why: object = None
 ) -> list[ResponseScore]:
-    """Return one failed score for each response of `job`, which counts `fault`.
+    """Return one failed score for each response of `job`, with `fault` counted in its details.
 
     Args:
         settings: The settings; they decide whether the reward is 0 or None.
         fault: A key of `SCORE_FAILURES`.
         job: The job that failed.
         seconds: Time that the job took.
-        why: Cause, for the error message; a timeout has a message of its own.
+        why: Cause, for the error message; not used for a timeout, whose cause is always its limit.
     """
     zero = fault == "scorer_error" or settings.task.on_scorer_timeout == "zero"
     config = settings.parts[job.part]
@@ -110,7 +113,8 @@ def combine_scores(
 def _sum(rewards: Sequence[RewardConfig], scores: Sequence[ResponseScore]) -> ResponseScore:
     """Add up the scores that one response got from the rewards, each times its weight.
 
-    The total is None if one of the scores is. With several rewards, the details name each reward.
+    The total is None if one of the scores is None. With several rewards, the names of the details
+    start with the name of the reward.
     """
     seconds = sum(score.seconds for score in scores)
     detail: dict[str, float] = {}

@@ -5,9 +5,9 @@ A worker starts and calls one scorer process, which runs the reward functions. T
 backend starts.
 
 Invariants
-- A worker gets as many jobs at once as it finishes in `_BATCH_SECONDS`, or one job if a job takes
-  longer. So there are few messages, and no job waits behind a slow one while another worker is
-  idle. Jobs are started in the order in which they arrived.
+- A worker gets as many jobs at once as it can be expected to finish in `_BATCH_SECONDS`, or one job
+  if a job takes longer. So short jobs need few messages, and a job rarely waits behind a slow one
+  while another worker is idle. Jobs are started in the order in which they arrived.
 - The number of workers is the `count` that `autoscale` computes, and at least one. A busy worker is
   never removed.
 - All asynchronous rewards run in one additional scorer process, which starts with the first
@@ -50,7 +50,7 @@ class Worker(Protocol):
     """Protocol of an object that scores jobs with one scorer process, local or remote."""
 
     async def start(self) -> list[bool]:
-        """Start the scorer process, unless it runs; return for each reward whether it is async."""
+        """Start the scorer process unless it runs; return for each reward whether it is async."""
 
     async def score(self, work: Sequence[ScoreJob]) -> list[list[ResponseScore]]:
         """Score each job within its time limit; return the scores of each job's responses."""
@@ -143,7 +143,7 @@ class ScorerPool:
             *(self._score_async(job) if is_async[job.part] else self._score(job) for job in work)
         )
         for score in itertools.chain.from_iterable(found):
-            # The first entry in a failed score's `detail` is the kind of the failure.
+            # The first key of a failed score's `detail` is the kind of the failure (`jobs.failed`).
             for failure in score.failures:
                 kind = SCORER_FAULTS[next(iter(score.detail))]
                 self.failures.setdefault(kind, failure + self._logs)
@@ -174,8 +174,8 @@ class ScorerPool:
     async def _asynchronous(self) -> list[bool]:
         """Return for each reward whether it is asynchronous.
 
-        For a reward of the user's the first worker's scorer process decides, because the user's
-        code is imported only there.
+        If the user's own rewards are among them, the first worker's scorer process finds that out,
+        because the user's code is imported only in scorer processes.
         """
         if self._is_async is None:
             self._is_async = await self.workers[0].start()
@@ -191,14 +191,16 @@ class ScorerPool:
         return scores
 
     async def _score(self, job: ScoreJob) -> list[ResponseScore]:
-        """Queue one job of a blocking reward, and adapt the number of workers to the queue; return
-        the job's scores once a worker has computed them."""
+        """Score the responses of one job by its blocking reward; return their scores.
+
+        The job is queued, and the number of workers is adapted to the queue.
+        """
         done: asyncio.Future[list[ResponseScore]] = asyncio.get_running_loop().create_future()
         self._queue.append((job, done))
         self._waiting += 1
         try:
             self._follow_queue()
-            # No time limit is needed here, because every call to a worker has one.
+            # This wait needs no time limit, because every call to a worker has one.
             return await done
         finally:
             self._waiting -= 1
@@ -221,7 +223,8 @@ class ScorerPool:
     def _batch_size(self) -> int:
         """Return the number of queued jobs that the next idle worker gets, at least one.
 
-        A worker gets at most an equal share of the queue, and jobs for `_BATCH_SECONDS`.
+        A worker gets at most its equal share of the queue, and at most as many jobs as take
+        `_BATCH_SECONDS` together.
         """
         seconds = self.size.seconds
         most = int(min(_BATCH_SECONDS / seconds, _MAX_BATCH)) if seconds else 1
@@ -280,7 +283,7 @@ async def scored(
 
 
 class _RemoteWorker:
-    """Calls a `ScorerWorker` in another process; repeats a call if that process has died."""
+    """Calls a `ScorerWorker` in another process; repeats a call during which that process died."""
 
     def __init__(self, remote: RemoteObject[ScorerWorker], limit_seconds: float) -> None:
         self._remote = remote
@@ -295,10 +298,10 @@ class _RemoteWorker:
         return await self._call(len(work), lambda worker: worker.score(work))
 
     async def _call(self, jobs: int, what: Callable[[ScorerWorker], Awaitable[R]]) -> R:
-        """Call `what` with the remote worker, again if its process dies; return the call's result.
+        """Call `what` with the remote worker and return the result; repeat it if its process dies.
 
-        There are up to `STARTS` tries. The time limit of a try is that of `jobs` jobs plus some
-        slack.
+        There are up to `STARTS` tries. The time limit of a try is the time limit of `jobs` jobs,
+        one after the other, plus `_SLACK_SECONDS`.
 
         Raises:
             RemoteObjectLost: If the process died on every try.
@@ -320,8 +323,8 @@ class _RemoteWorker:
         """End the remote worker's process, and so its scorer process."""
         self._remote.end()
 
-    # To close a remote worker means the same: its scorer process, even while it scores, ends with
-    # the worker's process.
+    # `retire` kills the worker's process, with which its scorer process ends even while it scores.
+    # That is also what `close` must do.
     close = retire
 
 

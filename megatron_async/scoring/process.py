@@ -4,15 +4,15 @@ A scorer process runs reward functions. Its parent process, the keeper, kills ev
 scorer process leaves behind (see `process_main`).
 
 Invariants
-- A reply is accepted only from the process that reported ready (the kernel names the sender of
-  every packet) and only for a pending request, whose ID is random. All other packets on the reply
-  socket are discarded and counted in `stray`.
+- A reply is accepted only if it comes from the process that reported ready, which the kernel
+  verifies for every packet, and has the random ID of a pending request. All other packets on the
+  reply socket are discarded and counted in `stray`, so that a reward function cannot forge a score.
 - Every wait has a time limit, even while stray packets keep arriving.
 - After `end`, no process that the scorer process started is left.
 - The handle belongs to one event loop and never blocks it. Only `end` blocks; `finish` calls `end`
   in a thread.
-- This module writes to the pipe of requests itself instead of using an asyncio transport. `end`
-  closes the pipe, and uvloop would close the same descriptor number again, which may belong to
+- This module writes to the pipe of requests without an asyncio transport. `end` closes the pipe. A
+  transport of uvloop would later close the same descriptor number again, which may belong to
   another file by then.
 """
 
@@ -46,7 +46,8 @@ from megatron_async.scoring.jobs import ScoreJob
 START_TIMEOUT_SECONDS: Final = 120.0
 
 _CANCEL_SECONDS: Final = 5.0
-# Longer than a keeper needs at most to end the processes that its scorer process left.
+# Time limit in seconds for the keeper to end the processes that its scorer process left. It is
+# longer than the limit that the keeper sets itself (`process_main`).
 _END_TIMEOUT_SECONDS: Final = 75.0
 _CONTINUE_SECONDS: Final = 0.2
 _PACKETS_AT_ONCE: Final = 64
@@ -79,7 +80,7 @@ class ScorerProcess:
     Attributes:
         stray: Number of received packets that were discarded because they were not replies.
         pid: Process ID of the scorer process; 0 until it is known.
-        closed: Whether the process accepts no more requests and is to be ended.
+        closed: Whether the process gets no more requests and is to be ended.
         requests: The pipe that requests are written to.
     """
 
@@ -115,7 +116,7 @@ class ScorerProcess:
         self._loop = asyncio.get_running_loop()
         self._unsent = bytearray()
         self._ending = threading.Lock()
-        # The result of a pending reply is None if the process has ended.
+        # Futures of pending replies by request ID. Their result is None if the process has ended.
         self._started: asyncio.Future[Reply | None] = self._loop.create_future()
         self._replies = {START_ID: self._started}
         for descriptor in (self._channel.fileno(), self._ended):
@@ -151,9 +152,10 @@ class ScorerProcess:
     async def stream_replies(self, work: Sequence[ScoreJob]) -> AsyncIterator[Reply]:
         """Send the jobs to the scorer process; yield the reply to each job, in the order of `work`.
 
-        The wait for each reply has the time limit of the job's reward. An asynchronous score that
-        exceeds the limit is canceled. If the scorer process does not confirm the cancellation, or
-        the score is a blocking one, the process itself hangs and is closed.
+        The wait for each reply has the time limit of the job's reward. If an asynchronous score
+        exceeds the limit, it is canceled. If the scorer process does not confirm the cancellation,
+        or if a blocking score exceeds the limit, the process counts as hung and the handle is
+        closed.
 
         Raises:
             ScorerTimeout: If a reply does not arrive within the limit.
@@ -180,9 +182,9 @@ class ScorerProcess:
         return count
 
     def stop(self, why: str) -> None:
-        """Refuse further requests to the scorer process; let pending requests raise ScorerCrash.
+        """Close the handle: refuse further requests, and let pending requests raise ScorerCrash.
 
-        The process is not ended (see `end`). `why` is the message of the exceptions.
+        The process keeps running until `end`. `why` is the message of the exceptions.
         """
         if self.closed:
             return
@@ -211,12 +213,14 @@ class ScorerProcess:
                 self._end()
 
     def _end(self) -> None:
-        """Hang up, kill the scorer process, wait until the keeper has ended the rest, close files.
+        """End the scorer process, its keeper and all processes that they started; close files.
 
-        After `_END_TIMEOUT_SECONDS` the keeper is killed.
+        Closing the pipe of requests makes the keeper kill these processes. The keeper is killed if
+        it has not ended after `_END_TIMEOUT_SECONDS`.
         """
         self.requests.close()
-        # Killed from here too, because the scorer may stop its keeper by SIGSTOP again and again.
+        # Kill the scorer process here too. Otherwise a reward function could keep its keeper from
+        # working, by sending it SIGSTOP again and again.
         if self._scorer is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._scorer, signal.SIGKILL)
@@ -253,7 +257,7 @@ class ScorerProcess:
 
         Raises:
             ScorerTimeout: If the reply does not arrive in time.
-            ScorerCrash: If the process ended instead.
+            ScorerCrash: If the process ends, or the handle is closed, before the reply.
         """
         await asyncio.wait([reply], timeout=seconds)
         if not reply.done():
@@ -276,8 +280,8 @@ class ScorerProcess:
         except BlockingIOError:
             return
         except BrokenPipeError:
-            # Drop the requests, because nobody reads them. The reply socket reports the end of the
-            # process, which fails their callers.
+            # The process has ended, so drop the requests. The end is noticed on the reply socket,
+            # and the callers then get a ScorerCrash.
             self._unsent.clear()
         if not self._unsent:
             self._loop.remove_writer(self.requests.fileno())
@@ -307,7 +311,8 @@ class ScorerProcess:
         packet, credentials, _, _ = self._channel.recvmsg(
             MAX_REPLY_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size), socket.MSG_DONTWAIT
         )
-        # Even an empty packet has credentials. Without them all ends of the socket are closed.
+        # Every packet has its sender's credentials, even an empty one. A result without them means
+        # that all other ends of the socket are closed.
         if not credentials:
             raise ScorerCrash("the process ended without a reply")
         sender = _CREDENTIALS.unpack(credentials[0][2])[0]
@@ -318,7 +323,7 @@ class ScorerProcess:
             raise ScorerCrash(f"the process ended with exit code {self._exit_code}")
         if name == START_ID and not self.pid:
             self.pid = sender
-            with suppress(ProcessLookupError):  # the process may have ended already
+            with suppress(ProcessLookupError):  # The process may have ended already.
                 self._scorer = os.pidfd_open(sender)
         pending = self._replies.pop(name, None) if sender == self.pid else None
         if pending is None:

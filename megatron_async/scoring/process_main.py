@@ -10,12 +10,14 @@ worker closes the pipe (a hang-up), and reports the scorer's end to the worker i
 
 Invariants
 - The program imports neither torch nor transformers.
-- When the worker closes the pipe of requests or dies, and when the scorer ends, the keeper kills
-  all processes that the scorer started, then ends itself. The scorer ends when the keeper ends.
+- The keeper kills all processes that the scorer started, and then ends, as soon as the scorer ends,
+  the worker dies, or the worker closes the pipe of requests. If the keeper is killed, the scorer
+  ends too.
 - Only this module uses the pipe of requests and the socket of replies: their descriptors have high
-  numbers and are closed on exec. For reward functions standard input is empty; standard output and
-  standard error go to the log through the keeper, at most `_LOG_BYTES` of them. The cause of a
-  failed score is always in the log, however much a reward function prints.
+  numbers and are closed on exec. For reward functions standard input is empty. Their standard
+  output and standard error go to the log through the keeper, up to `_LOG_BYTES` in total. If there
+  is a log file, the causes of failed scores are written to it directly, without that limit, until
+  the file has `_MAX_LOG_BYTES`.
 - A copy of the scorer process that a reward function forks can neither read requests nor reply.
 - Rewards and their components are finite numbers; any other value is an error of the reward.
 - Blocking rewards score one response after the other, asynchronous rewards score many concurrently.
@@ -58,7 +60,8 @@ _MAX_LOG_BYTES = 1 << 20
 _TAIL_BYTES = 2000
 _PIECE_BYTES = 4096  # A pipe that is ready accepts this many bytes without blocking.
 _REAP_MILLISECONDS = 1000.0
-# Long enough for many rounds: on a busy machine, listing all processes once takes a second.
+# Time limit in seconds for killing all descendants. Killing is repeated until none is found, and
+# each search may take a second on a busy machine.
 _END_SECONDS = 60.0
 _ERROR_CHARACTERS = 500
 
@@ -94,7 +97,7 @@ class _Replies:
         line = f"reward {reward.display_name} failed: {what}\n"
         if self._log is None:
             print(line, end="", file=sys.stderr)
-        else:  # Written directly, because the keeper stops logging if a reward prints too much.
+        else:  # Not printed, because the keeper drops output when a reward has printed too much.
             with (
                 suppress(OSError),
                 self._log.open("a", 1 << 20, "utf-8", "backslashreplace") as file,
@@ -203,10 +206,10 @@ def _content(scores: list[RewardScore]) -> dict[str, Any]:
 def _run_scorer(
     settings: ScorerSettings, run_async: bool, requests: int, channel: socket.socket, output: int
 ) -> int:
-    """Set up the forked scorer process and score requests until their pipe ends.
+    """Set up the forked scorer process, then score requests until the worker closes their pipe.
 
-    The setup ties the process's life to the keeper's, sends its output to the pipe `output`, limits
-    its memory, and takes the pipe of requests away from any process that a reward function forks.
+    The setup makes the process end with the keeper, sends its output to the pipe `output`, limits
+    its memory, and closes the pipe of requests in every process that a reward function forks.
 
     Returns:
         The exit code of the scorer process: 1 if the keeper has ended already, otherwise the result
@@ -223,7 +226,7 @@ def _run_scorer(
     limit, most = settings.scoring.memory_mib << 20, resource.getrlimit(resource.RLIMIT_AS)[1]
     if most != resource.RLIM_INFINITY:
         limit = min(limit, most)
-    # Only the soft limit is set, because a program in the sandbox sets its own limits.
+    # Set only the soft limit, because the sandbox must be able to raise it for a program.
     resource.setrlimit(resource.RLIMIT_AS, (limit, most))
     nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     os.register_at_fork(after_in_child=partial(os.dup2, nothing, requests, False))
@@ -313,7 +316,8 @@ def _reap(scorer: int) -> int | None:
 def _end_descendants() -> None:
     """Kill and reap all descendants of this process, for at most `_END_SECONDS`.
 
-    A killed process's children become children of this process, so the search is repeated.
+    The search is repeated until no child is left, since descendants may start further processes
+    during the search. Children of a killed process become children of this process.
     """
     deadline = time.monotonic() + _END_SECONDS
     while time.monotonic() < deadline:
@@ -329,19 +333,19 @@ def _end_descendants() -> None:
 
 
 def main(settings_json: str, kind: str) -> int:
-    """Fork a scorer process, wait until it ends or the worker closes the pipe of requests, kill all
-    processes that remain, and report the end to the worker.
+    """Run as the keeper: fork a scorer process, watch it, and clean up after it.
 
-    The calling process is the keeper. When it starts, its standard input is the pipe of requests
-    and its standard output is the socket for replies.
+    The keeper waits until the scorer process ends or the worker closes the pipe of requests. Then
+    it kills all processes that remain, and reports the end to the worker. When the keeper starts,
+    its standard input is the pipe of requests and its standard output is the socket for replies.
 
     Args:
         settings_json: The `ScorerSettings` as JSON.
         kind: `BLOCKING` or `ASYNC`: which of the rewards the scorer process runs.
 
     Returns:
-        Exit code of the process in which this function returns: 0 in the keeper; in the forked
-        scorer process, where it returns too, the result of `_run_scorer`.
+        An exit code. The function returns in both processes: 0 in the keeper, and the result of
+        `_run_scorer` in the forked scorer process.
     """
     high = min(_HIGH_DESCRIPTOR, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 16)
     requests = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, high)
@@ -365,8 +369,8 @@ def main(settings_json: str, kind: str) -> int:
     os.set_blocking(source, False)
     while printed.pump():
         pass
-    # Limit the time of sending, because the socket's queue may be full of packets that a reward
-    # function wrote.
+    # Limit the time of sending. The queue of the socket may be full of packets that a reward
+    # function wrote, so that sending would block.
     channel.settimeout(1.0)
     with suppress(OSError):
         tail = printed.tail.decode(errors="replace").strip()

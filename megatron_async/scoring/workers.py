@@ -3,14 +3,15 @@
 A scorer process runs reward functions; a job is a request to score responses by one reward.
 
 Invariants
-- A try to score a job ends within the time limit of its reward, plus the time of a process start if
-  one is necessary. A process that hangs is killed, and the next job starts a new process.
-- A job whose process died is tried again, so that a kill from outside costs no response its reward.
-  Asynchronous jobs share a process. Their last tries run one after the other, so that a job that
-  always kills the process does not end the last tries of other jobs. The failure of a last try
-  becomes a failed score (see `jobs.failed`) and is counted. Stray packets on the reply socket are
-  counted too (`stray_output`).
-- A reward always belongs to the response that it was requested for (see `process`).
+- Each try to score a job ends within the time limit of its reward, plus the time of a process start
+  if one is necessary. A process that hangs is killed, and the next job starts a new process.
+- A job whose process died is tried again, so that no response loses its reward because the process
+  was killed from outside. Asynchronous jobs share a process. Their last tries run one after the
+  other, so that a job that always kills the process does not end the last tries of other jobs. If
+  the last try fails, the job gets failed scores, which are counted (see `jobs.failed`). Stray
+  packets on the reply socket are counted too (`stray_output`).
+- A response never gets the reward of another response, because replies are matched to requests by
+  random IDs (see `process`).
 - After `close`, no process is left, including processes that a reward function started.
 """
 
@@ -28,9 +29,9 @@ from megatron_async.scoring.jobs import ScoreJob, failed, scores_of
 from megatron_async.scoring.process import ScorerCrash, ScorerProcess, ScorerTimeout, StartHangs
 
 TRIES: Final = {BLOCKING: 2, ASYNC: 3}
-"""Number of tries to score a job whose process dies every time, by kind of scorer process."""
+"""Largest number of tries to score a job if its process dies, by kind of scorer process."""
 STARTS: Final = 5
-"""Number of tries to start a scorer process that is killed every time before it is ready."""
+"""Largest number of tries to start a scorer process if it is killed before it is ready."""
 _HANGING_STARTS: Final = 2
 
 
@@ -137,7 +138,7 @@ class ScorerWorker:
         ready = self._ready
         if ready is None or (ready.done() and (ready.exception() or ready.result().closed)):
             ready = self._ready = asyncio.create_task(self._start())
-        # No time limit is needed here, because the start of a process has one.
+        # This wait needs no time limit, because the start of a process has one.
         return await asyncio.shield(ready)
 
     async def _start(self) -> ScorerProcess:
@@ -158,7 +159,7 @@ class ScorerWorker:
                 if killed == STARTS:
                     raise
             except StartHangs:
-                # Try again, because the process may only have been paused from outside, by SIGSTOP.
+                # Try again: perhaps the process was only stopped from outside, by SIGSTOP.
                 hanging += 1
                 if hanging == _HANGING_STARTS:
                     raise

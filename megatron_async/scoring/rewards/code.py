@@ -29,12 +29,12 @@ _RUNNER = Path(__file__).with_name("unit_tests.py")
 _CHECK = "check"
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _CANNOT_RUN = (126, 127)
-# Share of a score's time limit for the program. The rest is for the sandbox to start and to end.
+# Share of a score's time limit that the program gets. The sandbox starts and ends in the rest.
 _SHARE = 0.8
 
 
 def _components(outcome: Outcome) -> dict[str, float]:
-    """Return the score's components: 1 for the limit that the program exceeded, if any."""
+    """Return the component `exceeded_LIMIT` with value 1 if the program exceeded a limit."""
     return {f"exceeded_{outcome.exceeded}": 1.0} if outcome.exceeded else {}
 
 
@@ -51,7 +51,8 @@ class Code(Settings):
     ) -> Callable[[Sample], Returned]:
         """Return a function that scores one sample by its row's unit tests, in a sandbox.
 
-        The function returns 1 if the tests pass, else 0, and which limit the program exceeded.
+        The function returns the score, 1 if the tests pass and else 0. If the program exceeded a
+        limit, it also returns a component that names this limit.
 
         Raises:
             UserError: If the sandbox's isolation is required but not available.
@@ -128,10 +129,10 @@ def _tested(sandbox: Sandbox, sample: Sample, limit_seconds: float) -> tuple[boo
 def _program(sample: Sample, entry: str) -> str:
     """Return the Python program in the response: the code block that best defines the name `entry`.
 
-    Of equally good blocks the last one is returned. If no block defines `entry`, but prompt and
-    last block together do, the response is a completion, and both together are returned. So text in
-    a prompt never becomes a part of a complete program. In all other cases the last block is
-    returned.
+    `_defines` tells how well; of equally good blocks the last one is returned. If no block defines
+    `entry`, the response may be a completion of the prompt. So if the prompt followed by the last
+    block defines `entry`, both together are returned. Otherwise the last block is returned. A block
+    that defines `entry` by itself is never combined with the prompt.
     """
     candidates = code_candidates(sample.response, PYTHON_TAGS)
     code = candidates[-1]
@@ -147,8 +148,9 @@ def _defines(source: str, name: str) -> int:
     """Return how well the Python text `source` defines `name` at its top level, from 0 to 3.
 
     Returns:
-        3 if it defines a function or class with that name; 2 if it assigns the name; 1 if it
-        imports the name, as tests of a solution do; 0 if it does none of these or is not Python.
+        3 if it defines a function or class with that name; 2 if it assigns the name; 1 if it only
+        imports the name, as a block with tests of the solution may do; 0 if it does none of these
+        or is not Python.
     """
     try:
         found = symtable.symtable(source, "program", "exec").lookup(name)
@@ -162,11 +164,11 @@ def _defines(source: str, name: str) -> int:
 def _tested_name(row: Mapping[str, Any], tests: str) -> str:
     """Return the name of the function or class that a row's tests test; empty if they show none.
 
-    The name is the first word of the column `entry_point` (`Solution` in `Solution().twice`). If
-    the column is empty, it is the first name that the tests call and that is neither a builtin nor
-    defined by the tests. MBPP also tests functions with the name of a builtin
-    (`assert sum(10, 15) == 6`): if there is no other name, it is the innermost call of an
-    assertion.
+    These rules are tried in order:
+    - The first word of the column `entry_point`, such as `Solution` in `Solution().twice`.
+    - The first name that the tests call and that is neither a builtin nor defined by the tests.
+    - The name in the first call of an assertion that contains no other call. MBPP has solutions
+      with the name of a builtin, which are found this way, as in `assert sum(10, 15) == 6`.
     """
     entry = re.match(r"\w+", str(row.get("entry_point") or "").strip())
     if entry:
@@ -235,7 +237,8 @@ def _running(tests: str) -> str:
     """Return a row's test program `tests` unchanged if it runs at least one test.
 
     Raises:
-        ValueError: If it only defines functions or classes, so that any program would pass.
+        ValueError: If it runs no test, for example because it only defines functions or classes.
+            Any program would pass such tests.
     """
     for statement in ast.parse(tests).body:
         if isinstance(statement, _DEFINITIONS) or _is_main(statement):

@@ -54,7 +54,8 @@ class _Fence:
     Attributes:
         marks: The backticks or tildes of the fence.
         tag: Language tag in lower case; empty if the fence has none.
-        indent: Number of characters before the fence, after quotation marks.
+        indent: Number of characters between the last quotation mark, or the start of the line, and
+            the fence.
         quotes: Number of quotation marks (`>`) before the fence.
     """
 
@@ -73,7 +74,7 @@ class _Fence:
         return line
 
     def closed_by(self, line: str) -> bool:
-        """Return whether `line`, given without quotation marks, is this fence's closing fence."""
+        """Return whether `line`, given without its quotation marks, closes this block."""
         rest = line.lstrip(" \t")
         after = rest.lstrip(self.marks[0])
         return (
@@ -83,17 +84,20 @@ class _Fence:
         )
 
     def content(self, lines: Sequence[str]) -> str:
-        """Return a block's content: its `lines` without quotation marks and fence's indentation."""
+        """Return a block's content, which is its `lines` without quotation marks and indentation.
+
+        Only as much indentation is removed as the opening fence and all lines have.
+        """
         texts = [self.unquoted(line) or "" for line in lines]
         blanks = [len(text) - len(text.lstrip(" \t")) for text in texts if text.strip()]
         width = min([self.indent, *blanks])
         return "\n".join(text[width:] if text.strip() else text for text in texts)
 
     def ends(self, lines: Sequence[str], start: int) -> Iterator[tuple[int, int]]:
-        """Yield each position in `lines` at which the block may end, the first one first.
+        """Yield each place in `lines` at which the block may end, in order.
 
-        A position is the index of the line after the block's content and of the line after the
-        closing fence. The last position is the end of the quotation or of the text.
+        A place is two indices: of the line after the block's content, and of the line after the
+        closing fence. The last place is the end of the quotation or of the text.
 
         Args:
             lines: All lines of the text.
@@ -160,8 +164,8 @@ def python_tree(source: str) -> ast.Module | None:
 def _opening_fence(line: str, following: str) -> _Fence | None:
     """Return the opening fence in `line`; None if `line` does not open a code block.
 
-    `following` is the next line. If it starts with a fence, a fence after text in `line` does not
-    open a block.
+    `following` is the next line. If it starts with a fence, that fence opens the block, and a fence
+    after text in `line` does not.
     """
     line = line.lstrip("\ufeff")
     container = _CONTAINER.match(line)
@@ -177,7 +181,8 @@ def _opening_fence(line: str, following: str) -> _Fence | None:
         return None
     tag = _TAG.match(info)
     quotes = before.count(">")
-    # Each quotation mark is later removed from every line together with one blank after it.
+    # Do not count one blank after the last quotation mark, because `unquoted` removes it together
+    # with the mark.
     indent = len(before.rpartition(">")[2].removeprefix(" ") if quotes else before)
     return _Fence(marks, tag[1].lower() if tag else "", indent, quotes)
 

@@ -130,16 +130,16 @@ def exactly_equal(reference: str, answer: str) -> bool:
 def mathematically_equal(reference: str, answer: str) -> bool:
     """Return whether math-verify finds two mathematical expressions equal.
 
-    There is no time limit here: math-verify's own limit uses `signal.alarm`, which works only in a
-    main thread.
+    There is no time limit in this function, because math-verify's own limit uses `signal.alarm`,
+    which works only in a main thread. The scorer process limits the time of a score instead.
     """
     from math_verify import parse, verify
 
-    # math_verify would warn that no time limit is set; the scorer process limits the time instead.
+    # Without a time limit, math_verify logs warnings; hide them.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     if exactly_equal(reference, answer):
         return True
-    # Dollar signs make math-verify read both texts as LaTeX. It finds a bare number in any case.
+    # math-verify reads a text as LaTeX only between dollar signs. Numbers are found there too.
     gold, found = (parse(f"${text}$", parsing_timeout=None) for text in (reference, answer))
     return bool(verify(gold, found, timeout_seconds=None))
 
@@ -150,7 +150,7 @@ _CHECKERS: Final[Mapping[str, type[Exact | Math]]] = MappingProxyType(
 
 
 class TaskReward(Settings):
-    """Scores with the task's own scorer: that of a procedural task, or `task.name` for a file."""
+    """Scores with the scorer that belongs to the task, which depends on the kind of task."""
 
     def build_scorer(
         self, settings: ScorerSettings, limit_seconds: float
@@ -161,7 +161,8 @@ class TaskReward(Settings):
         `task.name` names the reward to score with: `exact` or `math`.
 
         Raises:
-            UserError: If the task's rows are from a file and `task.name` is neither of both.
+            UserError: If the task's rows are from a file and `task.name` is neither `exact` nor
+                `math`.
         """
         task = settings.task
         if task.kind not in ("chain_sum", "reasoning_gym"):

@@ -1,8 +1,8 @@
 """Builds a reward function from its settings, calls it, and checks the scores that it returns.
 
 Invariants
-- The functions of this module import the user's code into the process that calls them. Only scorer
-  processes call them for rewards of the user's.
+- The functions of this module import the user's code into the process that calls them. For the
+  user's own rewards, only scorer processes call them, so that this code runs nowhere else.
 - Built-in rewards and the user's own have the same form: a callable of one `Sample`, or, with the
   setting `group`, of a list of samples; plain or `async def`.
 - An exception while the user's reward is imported or built becomes a `UserError` that names the
@@ -114,7 +114,7 @@ class Reward:
 def asynchronous(config: RewardConfig) -> bool:
     """Return whether a reward is asynchronous, that is, an `async def` function or `__call__`.
 
-    A reward of the user's is imported to find out, but not built.
+    To find out, a reward of the user's is imported, but no object of it is built.
 
     Raises:
         UserError: If the import fails.

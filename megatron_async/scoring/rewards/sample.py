@@ -12,12 +12,13 @@ Returned = float | tuple[float, Mapping[str, float]]
 """What a reward function returns for a response: a score, or a score and its named components."""
 
 
-# Multiplied by a weight and summed, a score of this size still fits into the float32 of a batch.
+# Largest absolute value of a score. It leaves room below the largest float32, 3.4e38, for weighted
+# sums of scores, since a batch stores rewards as float32.
 _LARGEST: Final = 1e30
 
 
 class Unavailable(RuntimeError):
-    """Raised by a reward function that cannot score now, for reasons other than the response."""
+    """Raised by a reward function that cannot score now, for a reason that is not the response."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class Sample:
 def sample_of(payload: Mapping[str, Any], text: str, index: int = 0) -> Sample:
     """Return the sample for a response `text` to the prompt with this payload.
 
-    `index` is the response's position among the payload's conversations, if it has any.
+    `index` is the position of the response among the conversations in the payload; it is not used
+    if the payload has none.
     """
     conversations = payload.get(CONVERSATIONS)
     return Sample(

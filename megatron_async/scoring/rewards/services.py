@@ -6,11 +6,11 @@ Invariants
 - The rewards are asynchronous and never block, so that hundreds of scores share one process and one
   pool of connections.
 - A request that the service refuses temporarily (status 429 or 5xx), or that cannot reach the
-  service, is repeated with growing pauses, within the time limit of the score. After the last try
-  the service counts as unavailable, which says nothing about the response
-  (`task.on_scorer_timeout`). A service whose reply is too large counts as unavailable too.
-- Only a reply to the original request counts. A redirect that drops the request's body is a
-  failure.
+  service, is repeated with growing pauses, within the time limit of the score. After the last try,
+  or after a reply that is too large, the service counts as unavailable. This is not the response's
+  fault, so the setting `task.on_scorer_timeout` decides what becomes of the trajectory.
+- A redirect after which the request would be sent without its body counts as a failure, because the
+  reply would not be a score of the response.
 - The address is used exactly as the setting gives it. The proxy variables of the environment are
   respected, but never for an address of this machine.
 """
@@ -121,7 +121,7 @@ class JsonPoster:
 async def _session(headers: Mapping[str, str]) -> AsyncGenerator[aiohttp.ClientSession]:
     """Yield one HTTP session that sends `headers`; close the session when the generator is closed.
 
-    The event loop closes the generator at its end, at the latest.
+    A generator ensures that the session is closed: an event loop that ends closes all generators.
     """
     connector, trace = aiohttp.TCPConnector(limit=0), aiohttp.TraceConfig()
     trace.on_request_redirect.append(_check_redirect)
@@ -137,7 +137,8 @@ async def _check_redirect(
     """Raise an exception before the HTTP client follows a redirect without the request's body.
 
     Raises:
-        Unavailable: If the redirect's status is not 307 or 308, the two that keep the body.
+        Unavailable: If the redirect's status is neither 307 nor 308. With any other status, HTTP
+            clients drop the body.
     """
     location = found.response.headers.get("Location")
     if location is not None and found.response.status not in (307, 308):
@@ -318,7 +319,7 @@ class Judge(_Service):
         post, address = self._poster().post, below(self.url, "chat/completions")
 
         async def score(sample: Sample) -> Returned:
-            """Ask the model until a reply states marks; return their share of `full_marks`."""
+            """Ask the model until a reply states marks; return marks divided by `full_marks`."""
             spent = {"tokens_in": 0.0, "tokens_out": 0.0}
             text, cut = "", False
             for _ in range(self.retries + 1):

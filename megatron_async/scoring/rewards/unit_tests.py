@@ -5,12 +5,12 @@ file, as `import` would run them, because dataclasses, pickling and type hints l
 its name. The program's module is named `program` and not `__main__`, so that code that it guards
 with `if __name__ == "__main__"` does not run.
 
-The proof that the tests ran to their end is a random text on standard input. It is read before the
-program starts and written after the last test, so that neither an early exit nor any output counts
-as success. The tests are read before the program starts too, since the program may overwrite their
-file. Program and tests share one interpreter, as in HumanEval. So a program can still cheat: it may
-search the interpreter's memory for the proof, return an object that equals everything, or change a
-module that the tests import.
+The proof that the tests ran to their end is a random text. It is read from standard input before
+the program starts and written to standard output after the last test. So a program cannot pass by
+exiting early or by printing something. The tests are also read before the program starts, since the
+program may overwrite their file. Program and tests share one interpreter, as in HumanEval. So a
+program can still cheat: it may search the interpreter's memory for the proof, return an object that
+equals everything, or change a module that the tests import.
 """
 
 import builtins
@@ -19,7 +19,8 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from types import CodeType, ModuleType
 
-# Stack frames below the program's own: of this module, of `main` and of `exec`.
+# Number of stack frames that this file adds below those of the program: its module, `main` and
+# `exec`. The recursion limit is raised by it, so that the program has the usual depth.
 _FRAMES = 3
 
 
@@ -55,7 +56,8 @@ def main() -> None:
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - so that spawned processes find the program
     sys.setrecursionlimit(sys.getrecursionlimit() + _FRAMES)
     exec(program_code, vars(program))
-    # The tests must not get functions of the program that are named like a builtin, such as `abs`.
+    # Give the tests the names that the program defines, except those of builtins such as `abs`: a
+    # program must not replace builtins for the tests. The tested function may have any name.
     shared = {n: v for n, v in vars(program).items() if n == entry or n not in own}
     dunder = {n: v for n, v in vars(tests).items() if n.startswith("__")}
     vars(tests).update({**shared, **dunder, "__builtins__": own})

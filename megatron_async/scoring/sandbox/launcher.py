@@ -12,8 +12,9 @@ Invariants
 - With `namespaces` the program sees no network, only its own processes, and of the file system only
   the listed directories, read-only, and a writable directory in memory. Without `namespaces` it
   sees the machine's network, processes and files; the other invariants still hold.
-- With `namespaces`, no process of the program is left when the launcher ends for whatever reason.
-  Without them, the launcher kills the processes that it finds, unless it is itself killed.
+- With `namespaces`, no process of the program is left when the launcher ends, even if the launcher
+  is killed. Without `namespaces`, the launcher kills the processes that it finds before it ends; if
+  it is killed, they may remain.
 - The program has only the three standard descriptors, so only the launcher can write the report.
 - All memory that the program can get is counted. System calls that create memory outside of any
   process, or new namespaces in which the program could mount more memory, are refused.
@@ -123,8 +124,8 @@ def _make_root(root: str, readable: list[str], disk_mib: int) -> None:
         if os.path.exists(path) and not any(path.startswith(f"{w}/") for w in wanted):
             wanted.append(path)
             _bind(path, root)
-    # If a readable path is a symbolic link, make the same link inside, to the directory mounted
-    # above.
+    # If a readable path is a symbolic link, its target was mounted above. Make a link at the same
+    # path in the new file system.
     for path in readable:
         if os.path.realpath(path) != path and not os.path.lexists(root + path):
             os.makedirs(os.path.dirname(root + path), exist_ok=True)
@@ -146,7 +147,10 @@ def _make_root(root: str, readable: list[str], disk_mib: int) -> None:
 
 
 def _write_files(folder: Path, files: dict[str, str], owner: int | None) -> None:
-    """Create `folder` with the files, given by name and content; `owner` None keeps this user."""
+    """Create `folder` with `files`, which maps names to contents, and give all of it to `owner`.
+
+    If `owner` is None, the folder and the files belong to this process's user.
+    """
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         (folder / name).write_text(content, encoding="utf-8")
@@ -168,13 +172,14 @@ def _become(user: int) -> None:
 def _tasks(spec: dict[str, Any]) -> int:
     """Return the value of RLIMIT_NPROC, the maximum number of the program's processes and threads.
 
-    It is unlimited if the kernel would also count this user's other processes, which is the case
-    if the program has no user ID of its own and the kernel is older than 5.14 or namespaces are
-    unavailable.
+    The kernel counts all processes of one user together, but a program that runs as another user is
+    counted separately. So is, from kernel 5.14 on, a program in a separate user namespace. If the
+    program is not counted separately, the result is no limit, because other processes of this user
+    would count too.
     """
     release = tuple(int(number) for number in os.uname().release.split(".")[:2])
     counted_separately = spec["other_user"] or (spec["namespaces"] and release >= (5, 14))
-    # One more process than the setting, because the sandbox's init counts.
+    # Allow one process more than the setting, because the sandbox's init process counts too.
     return spec["processes"] + 1 if counted_separately else resource.RLIM_INFINITY
 
 
@@ -183,9 +188,9 @@ def _limit(spec: dict[str, Any]) -> None:
     memory = spec["memory_mib"] << 20
     disk = spec["disk_mib"] << 20
     for what, value in (
-        # Data instead of address space, because a mapped file takes address space but no memory.
+        # Limit data and not address space: a mapped file takes address space but no memory.
         (resource.RLIMIT_DATA, memory),
-        # Lifts the limit that the scorer process sets for itself.
+        # Remove the limit that the scorer process has set for itself and that is inherited.
         (resource.RLIMIT_AS, resource.RLIM_INFINITY),
         (resource.RLIMIT_FSIZE, disk),
         (resource.RLIMIT_NPROC, _tasks(spec)),
@@ -219,7 +224,8 @@ def _refuse_calls() -> None:
     load, equal, least, bits, end = 0x20, 0x15, 0x35, 0x45, 0x06
     refuse = (end, 0, 0, _REFUSE)
     steps = [(load, 0, 0, 4), (equal, 1, 0, mark), refuse, (load, 0, 0, 0)]
-    # Calls by the numbers of x32, another calling convention of the same machine, are refused.
+    # On x86_64 a system call can also be made by its x32 number, which is at least 2^30. Refuse
+    # those numbers, because they would bypass the checks below.
     steps += [(least, 0, 1, 1 << 30), refuse]
     for number in refused:
         steps += [(equal, 0, 1, number), refuse]
@@ -250,7 +256,8 @@ def _exec(spec: dict[str, Any], home: str) -> None:
         try:
             _refuse_calls()
         except OSError:
-            # Without namespaces, the caller was already told that isolation is missing.
+            # The program may run without the filter if there are no namespaces either. The caller
+            # knows then that isolation is missing.
             if spec["namespaces"]:
                 raise
     os.closerange(3, 1 << 16)
@@ -276,7 +283,8 @@ def _fork() -> int:
     child = os.fork()
     if child == 0:
         prctl(PDEATHSIG, signal.SIGKILL)
-        # The parent's ID is 0 if the parent is in another process namespace.
+        # If the parent ended before `prctl`, this process has another parent. An ID of 0 means that
+        # the parent is in another process namespace, where its ID is not visible.
         if os.getppid() not in (parent, 0):
             os._exit(1)
     return child
@@ -303,7 +311,7 @@ def _in_namespaces(spec: dict[str, Any], root: str, ready: int, mapped: int, err
         spec: The specification of the program.
         root: An empty directory, for the program's file system.
         ready: Pipe to report that the namespaces exist.
-        mapped: Pipe that tells that the launcher has mapped the user IDs.
+        mapped: Pipe on which a byte arrives when the launcher has mapped the user IDs.
         errors: Pipe for the message if the setup fails.
     """
     try:
@@ -321,7 +329,7 @@ def _in_namespaces(spec: dict[str, Any], root: str, ready: int, mapped: int, err
         _write_files(Path("/", _HOME), spec["files"], _USER if other else None)
         if other:
             _become(_USER)
-            prctl(PDEATHSIG, signal.SIGKILL)  # Set again, because a change of user clears it.
+            prctl(PDEATHSIG, signal.SIGKILL)  # Set it again: the change of user has cleared it.
         program = os.fork()
         if program == 0:
             _exec(spec, f"/{_HOME}")
@@ -335,9 +343,9 @@ def _in_namespaces(spec: dict[str, Any], root: str, ready: int, mapped: int, err
 def _map_users(child: int) -> None:
     """Map user IDs in the user namespace of `child` to users of the machine.
 
-    The sandboxed program runs with the ID `_USER` of the namespace, which is the launcher's own
-    user outside. If the launcher is root, `_USER` is the user nobody outside instead, and root is
-    root.
+    The sandboxed program runs as user `_USER` of the namespace. On the machine this is the
+    launcher's own user. If the launcher is root, it is the user nobody instead, and the namespace's
+    root is the machine's root, which builds the file system.
     """
     outside = os.geteuid()
     lines = f"{_USER} {outside} 1"
@@ -393,7 +401,8 @@ def _watch(child: int, spec: dict[str, Any], deadline: float) -> str:
         running = _descendants(os.getpid())
         if _memory_mib(running) > spec["memory_mib"]:
             return "memory"
-        # Up to three processes are not the program's own: those between the launcher and it.
+        # Up to three descendants are not processes of the program but of the sandbox, such as the
+        # processes `outer` and `init`.
         if len(running) > spec["processes"] + 3:
             return "processes"
     return ""

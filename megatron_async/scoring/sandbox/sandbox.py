@@ -27,7 +27,7 @@ from megatron_async.errors import UserError
 from megatron_async.process_backends.child_process import ChildProcess
 
 LAUNCHER: Final = Path(__file__).with_name("launcher.py")
-_END_SECONDS: Final = 10.0  # Time for the launcher to end all processes on a busy machine.
+_END_SECONDS: Final = 10.0  # Time limit in seconds for the launcher to end all processes.
 _PROBE_SECONDS: Final = 20.0
 _PIECE_BYTES: Final = 1 << 16
 OUTPUT_BYTES: Final = 64 << 10
@@ -168,7 +168,7 @@ class Sandbox:
     def _read(self, launcher: ChildProcess, deadline: float) -> tuple[tuple[str, str], Cause]:
         """Read the program's output through the launcher until the launcher ends.
 
-        The launcher and the program are ended at `deadline`, or if there is too much output.
+        At `deadline`, or if there is too much output, the launcher is made to end the program.
 
         Returns:
             The standard output and standard error, and the limit that was exceeded.
