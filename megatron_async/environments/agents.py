@@ -81,9 +81,10 @@ class _Attempt:
 
 
 class AgentWorker:
-    """Plays the open episodes of one agent, each under a key that the caller chose.
+    """Runs the open episodes of one agent, each in a separate execution of the agent's program.
 
-    The key of an episode, here a parameter of most methods, is not the API key of its program.
+    Callers name an episode by a key that they chose, which is a parameter of most methods. It is
+    not the API key of the program.
     """
 
     def __init__(self, config: RunConfig, model_path: str) -> None:

@@ -1,4 +1,4 @@
-"""Queues an agent's calls to the policy, and recognizes repeated calls, during one attempt.
+"""Queues an agent's calls to the policy, and recognizes calls that repeat earlier ones.
 
 An attempt is one execution of an agent's program for an episode. The program's client sends HTTP
 requests. A request is either a new call, or it repeats an earlier call whose response the client
@@ -57,7 +57,7 @@ class Call:
 
 
 class AgentCalls:
-    """The calls of one attempt of an agent: their queue, and the turns that they became.
+    """The calls of one execution of an agent's program: their queue, and the turns they became.
 
     The HTTP gateway adds calls with `call`. The worker takes them with `next`, and then makes each
     a turn (`begin`, later `reply`) or refuses it (`refuse`).
@@ -195,7 +195,7 @@ class AgentCalls:
                 call.answer.exception()
 
     def register(self, turn: Turn, call: Call) -> None:
-        """Register a turn that an earlier attempt stored, so that its call can be repeated.
+        """Register a stored turn of an earlier execution, so that its call can be repeated.
 
         A request of the program with equal messages then gets the response of `call`. Stored turns
         must be registered in the order of their numbers, before the program makes calls.
@@ -206,7 +206,7 @@ class AgentCalls:
         self._stored = len(self.turns)
 
     def abandoned(self) -> tuple[int, ...]:
-        """Return the numbers of turns whose response no client of this attempt received."""
+        """Return the numbers of turns whose response no client of this execution received."""
         return tuple(number for number, call in enumerate(self.turns) if not call.reached)
 
     def pop_counts(self) -> Counter[str]:

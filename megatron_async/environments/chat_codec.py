@@ -1,4 +1,4 @@
-"""Converts an agent's calls to tokens, and the policy's responses to stored and sent forms.
+"""Converts an agent's calls to tokens, and the policy's responses to replies of the chat API.
 
 A response is stored with its turn, and a reply to the agent's program is made from it. Tokens and
 responses depend on the tools that a call offers, so there is one `ChatCodec` for each set of tools.

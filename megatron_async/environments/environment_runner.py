@@ -88,7 +88,7 @@ class Threads:
             self._pool.submit(together.wait)
 
     async def begin(self, action: Build) -> "asyncio.Future[Outcome]":
-        """Wait for a free thread, start `action` in it, and return a future of its outcome.
+        """Wait for a free thread, start `action` in it, and return a future of its result or error.
 
         The thread stays occupied until `action` returns, even if the future is canceled. A caller
         that cancels the future adds the call to `hung`; the count falls when `action` returns.

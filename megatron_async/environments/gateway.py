@@ -52,9 +52,9 @@ class CallHandler(Protocol):
     """Interface of the object that handles the calls which use one API key."""
 
     def call(self, asked: ChatCall, *, retry: bool) -> Call:
-        """Return the call for a client's request, whose `answer` the client then waits for.
+        """Return the call that a client's request makes or repeats.
 
-        The result is a new call, or an earlier call that the request repeats.
+        The client then waits for the call's `answer`.
 
         Args:
             asked: The client's request.

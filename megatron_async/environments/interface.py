@@ -38,7 +38,7 @@ class EnvironmentFault(RuntimeError):
 
 
 class EnvironmentHung(EnvironmentFault):
-    """A call to user code exceeded its time limit and did not stop when it was canceled.
+    """Error of a call to user code that exceeded its time limit and could not be canceled.
 
     A call in a thread keeps that thread busy until the call returns.
     """

@@ -140,7 +140,10 @@ class _Episode:
 
 
 class EnvironmentWorker:
-    """Plays the open episodes of one environment class, each under a key that the caller chose."""
+    """Runs the open episodes of one environment class, each with a separate environment object.
+
+    Callers name an episode by a key that they chose.
+    """
 
     def __init__(self, config: RunConfig, model_path: str) -> None:
         """Load the environment class and the tokenizer of `model_path`, and start the threads.

@@ -36,7 +36,7 @@ class BoundedLog:
         self._thread = threading.Thread(target=self._follow, name=path.name, daemon=True)
 
     def start(self) -> None:
-        """Close `sink` in this process and copy the child's output to the log in a thread.
+        """Start a thread that copies the child's output to the log; close this process's `sink`.
 
         Call it after the child was started. The thread ends when every writer has closed the pipe.
         """

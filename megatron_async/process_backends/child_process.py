@@ -48,7 +48,7 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def after_fork(parent_death: signal.Signals) -> Callable[[], None]:
-    """Return a `preexec_fn` that makes a child get the signal `parent_death` when its starter dies.
+    """Return a `preexec_fn` by which a child gets the signal `parent_death` when its parent ends.
 
     It is meant for programs of other projects, which cannot watch a lifeline (see the module). The
     child also ignores SIGUSR2, which requests that a run stop and must not kill any process.
@@ -63,7 +63,6 @@ def _prepare(parent_death: signal.Signals) -> None:
 
 class ChildProcess(subprocess.Popen[bytes]):
     """A child process in a separate session, optionally with a log and a lifeline.
-
     A lifeline is a pipe by which the child notices that the process that started it has ended.
     """
 

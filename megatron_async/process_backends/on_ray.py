@@ -168,7 +168,7 @@ class RayRemoteObject(RemoteCalls[T]):
         return self._actor.handle.remote(request_of(call))
 
     def _failed(self, method: str, error: RayError) -> ComponentFailure:
-        """Return the error of this package for Ray's `error` in a call of `method`."""
+        """Convert Ray's `error` in a call of `method` to an error class of megatron_async."""
         if not isinstance(error, RayActorError):
             return ComponentFailure(f"{self._name}: failed to call {method}: {one_line(error)}")
         message = f"{self._name} has died during the call `{method}`: {one_line(error)}"

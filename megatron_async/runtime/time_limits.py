@@ -43,11 +43,11 @@ class AwakeClock:
         return awake + min(self._clock() - since, 2 * STEP_SECONDS)
 
     def tick(self) -> None:
-        """Advance the clock by the time since the last tick, but by at most two steps."""
+        """Advance the clock by the time since the last tick, but by 2 * `STEP_SECONDS` at most."""
         self._ticked = (self(), self._clock())
 
     async def run(self) -> None:
-        """Advance the clock every half second, forever, for as long as the event loop runs."""
+        """Advance the clock every half second until this coroutine is canceled."""
         while True:
             self.tick()
             await asyncio.sleep(STEP_SECONDS)
@@ -81,7 +81,7 @@ class AwakeTimeout:
         await self._limit.__aexit__(kind, error, trace)
 
     def restart(self) -> None:
-        """Restart the time limit, as for a limit on silence when something was received.
+        """Restart the time limit. If it limits silence, call this when something is received.
 
         One step is added to the limit, because the current step, which has partly passed, is
         subtracted in full when it ends.
@@ -89,7 +89,7 @@ class AwakeTimeout:
         self._left = self._seconds + STEP_SECONDS
 
     def _wait(self) -> None:
-        """Schedule `_passed` in one step of `STEP_SECONDS`, or earlier if less time remains."""
+        """Schedule a call of `_passed` in `STEP_SECONDS`, or earlier if less time remains."""
         loop = asyncio.get_running_loop()
         step = min(self._left, STEP_SECONDS)
         self._due = loop.time() + step

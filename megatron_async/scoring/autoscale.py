@@ -43,7 +43,7 @@ class ScorerCount:
 
 
 def scored(state: ScorerCount, seconds: float) -> ScorerCount:
-    """Return `state` after another score, which took `seconds` and is added to its running mean."""
+    """Return `state` with another score, which took `seconds`, in its mean time of a score."""
     if not state.seconds:
         return replace(state, seconds=seconds)
     return replace(state, seconds=MEMORY * state.seconds + (1 - MEMORY) * seconds)

@@ -204,7 +204,7 @@ class ScorerProcess:
         await asyncio.to_thread(self.end)
 
     def end(self) -> None:
-        """End the scorer process and all processes that it started, once `stop` was called.
+        """End the scorer process and all processes that it started; call `stop` before.
 
         A concurrent second call waits for the first; a later one does nothing.
         """

@@ -143,7 +143,7 @@ def serve(
 
 
 def _log_file(settings: ScorerSettings) -> Path | None:
-    """Return the log file that all scorer processes of this host share; None for standard error."""
+    """Return the log file of all scorer processes of this host; None if there is no log folder."""
     name = f"scorer-{socket.gethostname()}.log"
     return Path(settings.logs) / name if settings.logs else None
 

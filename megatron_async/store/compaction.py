@@ -80,7 +80,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Removal:
-    """What one transaction of compaction changes in the database.
+    """What one transaction of compaction changes in the database when it removes old groups.
 
     Attributes:
         groups: Ids of the groups whose rows are deleted.
@@ -146,7 +146,7 @@ def plan(
 def horizon(
     tree: LineageTree, lineage: int, checkpoints: Iterable[PolicyVersion], compact_after: int
 ) -> PolicyVersion | None:
-    """Return the checkpoint, `compact_after` checkpoints old, up to which groups may be removed.
+    """Return the `compact_after`-th newest checkpoint; groups trained before it may be removed.
 
     Only checkpoints on the sequence of updates that led to `lineage` are counted: those of the
     lineage itself, and those of each ancestor up to the checkpoint from which a resume continued

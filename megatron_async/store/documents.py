@@ -103,9 +103,9 @@ class Exported(Document):
     at: list[PolicyVersion] = field(default_factory=list)
 
     def with_groups(self, group_ids: Iterable[int]) -> list[tuple[int, int]]:
-        """Return the intervals of removed group ids with `group_ids` added; do not store them.
+        """Return `groups`, the intervals of removed group ids, with `group_ids` added.
 
-        Adjacent intervals are merged.
+        Adjacent intervals are merged. This object is not changed.
         """
         merged: list[tuple[int, int]] = []
         for low, high in sorted([*self.groups, *((g, g) for g in group_ids)]):

@@ -63,7 +63,7 @@ class EpisodeWriter:
         move: Callable[..., None],
         flush: Callable[[TrajectoryRecord], None],
     ) -> None:
-        """Connect the episode writer to its store's content, writer thread and two functions.
+        """Connect the episode writer to the content, writer thread and two functions of its store.
 
         Args:
             state: The store's content in memory.
@@ -144,10 +144,10 @@ class EpisodeWriter:
         record.author = None
 
     def end_turn(self, record: TrajectoryRecord, reason: FinishReason) -> None:
-        """End the newest turn of episode `record` with `reason`; the episode becomes waiting.
+        """End the newest turn of episode `record`; the episode then waits for its environment.
 
-        A waiting episode waits for the next reply of its environment. Call this after all tokens of
-        the policy's response have been appended.
+        Its state becomes `waiting`. Call this after all tokens of the policy's response have been
+        appended.
         """
         record.change_turn(end=reason)
         with self._writer.transaction():

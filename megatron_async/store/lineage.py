@@ -1,4 +1,4 @@
-"""Provides the tree of a run's lineages, and which batches are consumed along each lineage.
+"""Provides the tree of a run's lineages, and which batches were consumed (trained) on each lineage.
 
 It computes only, and reads and writes no files. Every start or resume of a run begins a lineage. A
 resumed lineage continues lineage `parent` from the checkpoint of policy number `branch_step`, which
@@ -89,7 +89,7 @@ class LineageTree:
         return list(self._lineages.values())
 
     def path(self, lineage: int) -> dict[int, int]:
-        """Return, for `lineage` and each of its ancestors, the first step not on the path to it.
+        """Return, for `lineage` and each ancestor, the first step that did not lead to `lineage`.
 
         The path is the sequence of updates that led to `lineage`. Of an ancestor it has the updates
         before the step at which the next lineage continued it. If that next lineage was itself left
@@ -123,9 +123,9 @@ class LineageTree:
 
 @dataclass(frozen=True)
 class Consumption:
-    """The set of batches that are consumed at one policy version of a run.
+    """The set of batches on which the weights of one policy version of a run were trained.
 
-    A batch is consumed at a policy version if the weights of that version were trained on it.
+    These batches are called consumed at that version.
 
     Attributes:
         limits: For every lineage on the path to the policy version, its first step whose batch is
@@ -136,7 +136,7 @@ class Consumption:
 
     @classmethod
     def at(cls, tree: LineageTree, lineage: int, number: int = ALL) -> "Consumption":
-        """Return the set of batches that are consumed at policy version (`lineage`, `number`).
+        """Return the set of batches on which version (`lineage`, `number`) was trained.
 
         Args:
             tree: All lineages of the run.
@@ -154,12 +154,13 @@ class Consumption:
         return cls.at(tree, checkpoint.lineage, checkpoint.number)
 
     def contains(self, lineage: int, step: int) -> bool:
-        """Return whether the batch of update `step` on lineage `lineage` is consumed."""
+        """Return whether the batch of update `step` on lineage `lineage` is in this set."""
         return step < self.limits.get(lineage, 0)
 
     def descends_from(self, lineage: int, number: int) -> bool:
-        """Return whether version (`lineage`, `number`) is on the path of updates to this version.
+        """Return whether updates led from version (`lineage`, `number`) to this set's version.
 
-        This version is the one whose consumed batches the object has. It is on its own path.
+        This set's version is the policy version whose batches the set has. The result is also true
+        if both versions are the same.
         """
         return number <= self.limits.get(lineage, -1)

@@ -65,7 +65,7 @@ class StoreLocation:
 
     @property
     def export_file(self) -> Path:
-        """Path of the JSONL file to which compaction exports the trajectories that it removes."""
+        """Path of the JSONL file with the trajectories that are no longer in the database."""
         return schema.export_file(self.run_file)
 
 
@@ -260,7 +260,7 @@ def write_record(location: StoreLocation, lineage: int, closed_at: int | None = 
 
 
 def remove_replicated_database(location: StoreLocation, lineage: int, position: int) -> None:
-    """Record in store.json that the replica is complete; then delete the database at `location`.
+    """Record in store.json that the database's replica is complete; then delete the database.
 
     Args:
         location: Where the database is; its replica must already be a complete copy.

@@ -77,7 +77,7 @@ class StoreContent:
     trajectories: dict[int, TrajectoryRow]
 
     def batched_steps(self, consumption: Consumption) -> dict[int, int]:
-        """Return the step of the batch that consumed each trajectory, by trajectory id.
+        """Return, by trajectory id, the step of the batch in which each trajectory was trained.
 
         Only trajectories in a batch that is part of `consumption` are included.
         """
@@ -85,11 +85,12 @@ class StoreContent:
 
 
 def consumed_by(batches: Iterable[BatchRow], consumption: Consumption) -> dict[int, BatchRow]:
-    """Return the batch that consumed each trajectory, by trajectory id.
+    """Return, by trajectory id, the batch in which each trajectory was trained.
 
     Args:
         batches: Batches to look at, of any lineage.
-        consumption: The batches that are consumed at one policy version; other batches are ignored.
+        consumption: The batches on which the weights of one policy version were trained; other
+            batches are ignored.
     """
     return {
         trajectory_id: batch
@@ -333,7 +334,7 @@ class TrajectorySummary(Trajectory):
 
 
 class StoreReader:
-    """Reads a store without changing it, also while its run goes on.
+    """Reads a store without changing it, even while its run continues.
 
     It reads the database if this node can open it, else the replica (`note` then says so).
     """
@@ -362,7 +363,7 @@ class StoreReader:
 
     @property
     def export_file(self) -> Path:
-        """Path of the JSONL file that has the trajectories removed by compaction (see `export`)."""
+        """Path of the JSONL file with the trajectories that are no longer in the database."""
         return schema.export_file(self._run_file)
 
     def at_one_moment(self) -> AbstractContextManager[None]:

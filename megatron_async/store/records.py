@@ -49,7 +49,7 @@ _UNFINISHED = {"finish_reason": None, "reward": None, "reward_detail": "{}"}
 
 
 class SupersededRequest(ValueError):
-    """A request or call other than the trajectory's current one tried to change the trajectory."""
+    """Raised when a request or call tries to change a trajectory whose current one it is not."""
 
 
 class Author(NamedTuple):
@@ -149,12 +149,12 @@ class TrajectoryRecord:
 
     @property
     def shown_state(self) -> TrajectoryState:
-        """The trajectory's state on the current lineage: `batched` if it is consumed there."""
+        """The trajectory's state on the current lineage: `batched` if it is in a batch there."""
         return TrajectoryState.BATCHED if self.batched_step is not None else self.state
 
     @property
     def live(self) -> bool:
-        """Whether the trajectory is neither consumed on the current lineage nor dropped."""
+        """Whether the trajectory is neither in a batch of the current lineage nor dropped."""
         return self.batched_step is None and self.state is not TrajectoryState.DROPPED
 
     def move_to(self, state: TrajectoryState, **changes: Any) -> None:
@@ -310,7 +310,6 @@ class TrajectoryRecord:
 
 def running(records: Mapping[int, TrajectoryRecord], request: RequestKey) -> TrajectoryRecord:
     """Return the record of the trajectory that `request` belongs to, if the request is current.
-
     A request is current if no newer request or call of the trajectory exists and it has not ended.
 
     Args:

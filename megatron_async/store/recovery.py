@@ -238,7 +238,7 @@ def _as_far_as_readable(
 def copy_database(source: Path, target: Path, *, from_replica: bool = False) -> None:
     """Copy the database `source` to `target` as of one moment, replacing `target` when complete.
 
-    Partial copies that a killed process left beside `target` are removed.
+    Partial copies that a killed process left next to `target` are removed.
 
     Args:
         source: Database to copy; other connections may write to it meanwhile.
@@ -292,7 +292,7 @@ def _copy(
 
 
 def _remove_partial_copies(target: Path) -> None:
-    """Remove partial copies of `target` that a killed process left beside it.
+    """Remove partial copies of `target` that a killed process left next to it.
 
     Call this only while the store is locked, so that no copy is in progress.
     """
@@ -302,7 +302,7 @@ def _remove_partial_copies(target: Path) -> None:
 
 
 class Replicator:
-    """Copies the database of an open store to its replica in the background.
+    """Copies the database of an open store to its replica, in the run directory, in the background.
 
     A copy that fails is logged as a warning, and the previous replica stays; the run does not end.
     """

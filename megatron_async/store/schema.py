@@ -51,7 +51,7 @@ class DamagedStore(Exception):
 
 
 class ProgressRow(NamedTuple):
-    """The only row of table `progress`.
+    """The only row of table `progress`, which has the number of committed transactions.
 
     Attributes:
         id: Always 1.
@@ -109,7 +109,7 @@ class BatchRow(NamedTuple):
 
 
 def export_file(store: Path) -> Path:
-    """Return the path of the JSONL file to which compaction exports trajectories of `store`.
+    """Return the path of the JSONL file to which old trajectories of `store` are moved.
 
     `store` is the store's name, RUN/trajectories.sqlite.
     """

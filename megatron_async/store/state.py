@@ -39,6 +39,7 @@ from megatron_async.trajectory.types import PolicyVersion, TrajectoryState
 @dataclass
 class StoreState:
     """The content of an open store in memory, except the tokens of trajectories that are not live.
+    A trajectory is live if it is neither in a batch of the current lineage nor dropped.
 
     Attributes:
         lineage: Number of the current lineage.
@@ -93,13 +94,12 @@ class StoreState:
         return dict(counts)
 
     def batch_sizes(self) -> dict[int, int]:
-        """Return the size of each batch that counts on the current lineage, by step.
+        """Return the number of trajectories in each batch that led to the current lineage, by step.
 
-        The size is the number of trajectories that the database still has.
-
-        The batches of earlier lineages that the current lineage continues are included. A batch
-        that the trainer dropped has size 0. Trajectories that compaction removed are not counted. A
-        batch of which compaction removed all trajectories is left out.
+        These are the batches of the current lineage and, up to the checkpoints from which they were
+        continued, of earlier lineages. A batch that the trainer dropped has size 0. Trajectories
+        that compaction removed are not counted. A batch of which compaction removed all
+        trajectories is left out.
         """
         on_path = Consumption.at(self.tree, self.lineage)
         return {
@@ -110,9 +110,9 @@ class StoreState:
         }
 
     def live_groups(self) -> list[GroupRecord]:
-        """Return the groups with at least one live trajectory, oldest first.
+        """Return the groups with a trajectory that is neither batched nor dropped, oldest first.
 
-        A trajectory is live if it is neither consumed on the current lineage nor dropped.
+        Batched means in a batch of the current lineage, or of one that it continues.
         """
         return [
             group
@@ -316,7 +316,7 @@ def _read_state(
 
 
 def _set_aside(state: StoreState) -> list[GroupRecord]:
-    """Remove the groups with a live trajectory from `state`; return the removed groups.
+    """Remove the groups with a trajectory that seems untrained from `state`; return these groups.
 
     Any of them may have been trained, in a batch that the store has lost.
     """

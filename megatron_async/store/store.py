@@ -90,11 +90,11 @@ class TrajectoryStore:
         position: int | None = None,
     ) -> "TrajectoryStore":
         """Open a run's store for writing, and begin or continue a lineage; return the store.
+        A lineage is the part of a run from a start or resume to the next resume.
 
-        A lineage is the part of a run from a start or resume to the next resume. Trajectories that
-        were running become partial, and trajectories that were batched at `step` or later on the
-        path to the new lineage become scored again. A missing store is created. A damaged database
-        is replaced by its replica, and `recovery` then says what is lost.
+        Trajectories that were running become partial, and trajectories that were batched at `step`
+        or later on the path to the new lineage become scored again. A missing store is created. A
+        damaged database is replaced by its replica, and `recovery` then says what is lost.
 
         Args:
             path: The store's name, RUN/trajectories.sqlite; the database may be elsewhere
@@ -163,7 +163,7 @@ class TrajectoryStore:
 
     @property
     def export_file(self) -> Path:
-        """Path of the JSONL file to which compaction exports the trajectories that it removes."""
+        """Path of the JSONL file with the trajectories that are no longer in the database."""
         return self._location.export_file
 
     async def close(self, *, leave: bool = False) -> None:
@@ -478,11 +478,11 @@ class TrajectoryStore:
         return self._writer.position
 
     async def checkpoint_finalized(self, step: int, kept: Sequence[PolicyVersion]) -> None:
-        """Record that the checkpoint of `step` is finalized, and start a compaction.
+        """Record that the checkpoint of `step` is finalized; start to export old trajectories.
 
-        A compaction moves trajectories that no restorable checkpoint needs from the database to the
-        export file. It runs in the background. This method only waits for an earlier compaction to
-        end. Call it once the checkpoint's manifest is on disk.
+        This compaction moves trajectories that no restorable checkpoint needs from the database to
+        the export file, in the background. This method only waits for an earlier compaction to end.
+        Call it once the checkpoint's manifest is on disk.
 
         Args:
             step: Step of the checkpoint, which this start or resume of the run (the current
@@ -536,9 +536,9 @@ class TrajectoryStore:
         return Group(group_id, group.prompt, trajectories)
 
     def unconsumed_groups(self) -> list[Group]:
-        """Return the groups that have a trajectory which is neither consumed nor dropped.
+        """Return the groups with a trajectory that is neither batched nor dropped, oldest first.
 
-        The order is that in which the groups were added.
+        Batched means in a batch of the current lineage, or of one that it continues.
         """
         return [self.load_group(group.group_id) for group in self._state.live_groups()]
 
@@ -551,7 +551,7 @@ class TrajectoryStore:
         return dict(self._branch_points)
 
     def lag_number(self, version: PolicyVersion) -> int:
-        """Return the policy number from which the lag of tokens of `version` is counted.
+        """Return the policy number from which the lag of the tokens of `version` is counted.
 
         For a version of the current lineage this is its own number. Another lineage has the same
         weights as the current lineage up to the last policy number that both share; a later number
@@ -569,11 +569,10 @@ class TrajectoryStore:
         return self._state.counters.prompts
 
     def batch_sizes(self) -> dict[int, int]:
-        """Return the size of each batch that counts on the current lineage, by step.
+        """Return the number of trajectories in each batch that led to the current lineage, by step.
 
-        The size is the number of trajectories; it is 0 for a batch that the trainer dropped.
-        Trajectories that compaction removed are not counted, and a batch of which it removed all
-        trajectories is left out.
+        The number is 0 for a batch that the trainer dropped. Trajectories that compaction removed
+        are not counted, and a batch of which it removed all trajectories is left out.
         """
         return self._state.batch_sizes()
 

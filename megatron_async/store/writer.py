@@ -221,7 +221,7 @@ class StoreWriter:
         return await waiter
 
     async def _acknowledge(self) -> None:
-        """Let waiting calls of `committed` return, one barrier after another, until none waits."""
+        """Let each waiting call of `committed` return when its rows are committed."""
         try:
             while self._waiters:
                 waiters, self._waiters = self._waiters, []

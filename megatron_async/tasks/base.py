@@ -129,10 +129,9 @@ class Task(Protocol):
         """
 
     def counts(self, heldout: int) -> tuple[int | None, int]:
-        """Return the number of training problems and the number of held-out problems.
+        """Return the number of training problems, and of held-out problems up to `heldout`.
 
-        The first number is None if training problems are generated endlessly. The second is at most
-        `heldout`.
+        The first number is None if training problems are generated endlessly.
         """
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -153,7 +152,7 @@ class Task(Protocol):
         """
 
     def worked_examples(self, count: int, data: FileConfig | None = None) -> list[WorkedExample]:
-        """Return up to `count` supervised examples, from the file `data` or else from the source.
+        """Return up to `count` supervised examples, from the file `data` if it is given.
 
         Without `data`, they are the worked answers that the task's problem source generates.
         """
@@ -197,17 +196,16 @@ class ProblemSource(Protocol):
         """Return a one-line description of the data, which is shown when a run starts."""
 
     def heldout(self, count: int) -> list[Problem]:
-        """Return the first `count` different held-out problems; 0 for all.
+        """Return the first `count` different held-out problems; all of them if `count` is 0.
 
         Raises:
             UserError: If the source has fewer, or if all are requested and the source is endless.
         """
 
     def counts(self, heldout: int) -> tuple[int | None, int]:
-        """Return the number of training problems and the number of held-out problems.
+        """Return the number of training problems, and of held-out problems up to `heldout`.
 
-        The first number is None if training problems are generated endlessly. The second is at most
-        `heldout`.
+        The first number is None if training problems are generated endlessly.
         """
 
     def worked(self, count: int) -> list[tuple[Problem, str]]:

@@ -99,7 +99,7 @@ class ProblemFile:
         return places, keys, sizes
 
     def _report_bad(self, mode: str) -> None:
-        """Report the rows of size 0: with a warning if `mode` is "skip", else with a UserError."""
+        """Report the unusable rows: with a warning if `mode` is "skip", else with a UserError."""
         places = [p for p, size in zip(self.places, self.sizes, strict=True) if not size]
         found = [self._rows.where(place) for place in places]
         problems = 0
@@ -135,7 +135,7 @@ class ProblemFile:
         return self._rows.where(self.places[index])
 
     def first(self, count: int, seed: int) -> list[Problem]:
-        """Return the first `count` different problems of a shuffled order; 0 for all.
+        """Return the first `count` different problems of a shuffled order; all if `count` is 0.
 
         The order depends on `seed` only.
 
@@ -294,14 +294,11 @@ class FileProblems:
         return self._epochs[number].at(place)
 
     def counts(self, heldout: int) -> tuple[int, int]:
-        """Return the number of training problems and the number of held-out problems.
-
-        Held-out problems are counted up to `heldout` only.
-        """
+        """Return the number of training problems, and of held-out problems up to `heldout`."""
         return sum(len(epochs.kept) for epochs in self._epochs), min(len(self._heldout), heldout)
 
     def heldout(self, count: int) -> list[Problem]:
-        """Return the first `count` held-out problems; 0 for all.
+        """Return the first `count` held-out problems; all of them if `count` is 0.
 
         Raises:
             UserError: If there are fewer.

@@ -158,9 +158,9 @@ class ProceduralProblems:
         )
 
     def _problem(self, purpose: str, seed: int, index: int, attempt: int) -> Problem:
-        """Generate problem `index` of an order, with a randomly drawn component of the mixture.
+        """Generate problem `index` of an order, with arguments drawn from `task.params.mixture`.
 
-        A component is one of the sets of arguments in `task.params.mixture`.
+        The mixture lists sets of arguments; a component is one of these sets.
 
         Args:
             purpose: Name of the order; different orders have different problems.
@@ -227,7 +227,7 @@ class _Datasets:
     """
 
     def __init__(self, config: TaskConfig) -> None:
-        """Check the task's name and the mixture.
+        """Check the task's name and the mixture, which lists sets of arguments.
 
         Raises:
             UserError: If either is invalid.
@@ -254,7 +254,7 @@ class _Datasets:
         self.chunk = lru_cache(maxsize=64)(self._make)
 
     def _make(self, component: int, seed: int) -> Dataset:
-        """Generate the chunk of problems that `seed` produces with the arguments of a component.
+        """Generate the chunk of problems for `seed` and the mixture's set of arguments `component`.
 
         Raises:
             UserError: If the task refuses the arguments.

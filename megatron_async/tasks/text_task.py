@@ -83,7 +83,7 @@ class TextTask:
         return [self._prompt(self.source.train(position + i)) for i in range(count)]
 
     def eval_prompts(self, count: int, name: str = HELDOUT) -> list[Prompt]:
-        """Return the first `count` prompts of the evaluation set `name`; 0 for all.
+        """Return the first `count` prompts of the evaluation set `name`; all if `count` is 0.
 
         Raises:
             UserError: If the set has fewer.
@@ -91,7 +91,7 @@ class TextTask:
         return [self._prompt(problem) for problem in self._eval_problems(count, name)]
 
     def _eval_problems(self, count: int, name: str) -> list[Problem]:
-        """Return the first `count` problems of the evaluation set `name`; 0 for all.
+        """Return the first `count` problems of the evaluation set `name`; all if `count` is 0.
 
         Raises:
             UserError: If the set has fewer.
@@ -123,10 +123,9 @@ class TextTask:
                 )
 
     def counts(self, heldout: int) -> tuple[int | None, int]:
-        """Return the number of training problems and the number of held-out problems.
+        """Return the number of training problems, and of held-out problems up to `heldout`.
 
-        The first number is None if training problems are generated endlessly. The second is at most
-        `heldout`.
+        The first number is None if training problems are generated endlessly.
         """
         return self.source.counts(heldout)
 
@@ -187,7 +186,7 @@ class TextTask:
         return 0
 
     def worked_examples(self, count: int, data: FileConfig | None = None) -> list[WorkedExample]:
-        """Return up to `count` supervised examples, from the file `data` or else from the source.
+        """Return up to `count` supervised examples, from the file `data` if it is given.
 
         Without `data`, they are the worked answers of the task's problem source, and there are
         exactly `count`. Rows of `data` that are held out for evaluation are left out.

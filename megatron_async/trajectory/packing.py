@@ -141,7 +141,7 @@ def _numbers(
 def number_on_lineage(
     version: PolicyVersion, lineage: int, branch_points: Mapping[int, int]
 ) -> int:
-    """Return the policy number of `version` counted along `lineage`.
+    """Return the policy number on `lineage` that `version` counts as.
 
     For a version of another lineage this is `min(version.number, branch_points[version.lineage])`:
     the other lineage has the same weights as `lineage` up to its branch point, and later versions

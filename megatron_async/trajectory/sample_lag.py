@@ -60,9 +60,11 @@ class SamplesTrained:
         return self._before[step] - self._before[version]
 
     def lag_E(self, batch: TokenBatch) -> npt.NDArray[np.int64]:
-        """Return the lag in samples of each trajectory of `batch` that has trained tokens.
+        """Return the lag in samples of each trajectory of `batch`, by its oldest trained token.
 
-        `batch` must have been added before, or be the next one to add.
+        The lag in samples is the number of trajectories trained between the token's policy version
+        and `batch`. Trajectories without trained tokens are left out. `batch` must have been added
+        before, or be the next one to add.
         """
         trained_T = batch.loss_mask_T > 0
         if not batch.num_sequences:

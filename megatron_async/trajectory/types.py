@@ -197,7 +197,7 @@ def last_of(turns: Sequence[Turn]) -> Turn:
 
 
 class BranchSpan(NamedTuple):
-    """A segment as part of a branch.
+    """A segment of one branch (training sequence), and whether its tokens are trained there.
 
     Attributes:
         trained: Whether the segment's tokens are trained in this branch.
@@ -283,7 +283,7 @@ class Trajectory:
         return len(self.prompt.token_ids) + turns
 
     def input_parts(self) -> tuple[list[IntArray], list[IntArray]]:
-        """Return the input and the unfinished response of the request that generates next.
+        """Return the tokens for the next generation request: its context, and the response so far.
 
         Returns:
             Two lists of token id arrays. The first list is the context of the response: the prompt
@@ -341,7 +341,7 @@ class Trajectory:
         return tuple(map(_branch, self.spans()))
 
     def returns(self, discount: float) -> list[float]:
-        """Return the return of each turn, which is its reward plus `discount` * the next return.
+        """Return, for each turn, its reward plus `discount` * the result for the next turn.
 
         The last turn's reward includes what scorers add: it is set so that the rewards of all turns
         sum up to the reward of the trajectory.

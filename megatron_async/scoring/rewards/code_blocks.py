@@ -138,7 +138,7 @@ def code_blocks(text: str) -> list[CodeBlock]:
 
 
 def code_candidates(response: str, tags: Collection[str] = ()) -> list[str]:
-    """Return contents of fenced blocks of `response` that may be its code, most likely one last.
+    """Return the contents of the blocks in `response` that may be its code, the likeliest last.
 
     Text before `</think>` is ignored. Blocks with one of `tags` (in lower case) or without a tag
     are preferred to other blocks. If `tags` is empty, all blocks are equal. Blocks that are tagged

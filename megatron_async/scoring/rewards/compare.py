@@ -89,7 +89,7 @@ class Regex(Settings):
         pattern = re.compile(self.pattern, re.DOTALL | re.MULTILINE)
 
         def score(sample: Sample) -> Returned:
-            """Return 1 if the pattern matches and its group `answer`, if any, is right, else 0."""
+            """Return 1 if the pattern matches and its group `answer`, if any, equals the answer."""
             found = None
             for found in pattern.finditer(sample.response):  # noqa: B007 - finds the last match
                 pass
@@ -102,10 +102,10 @@ class Regex(Settings):
 
 
 def _compared(equal: Callable[[str, str], bool], sample: Sample, marker: str) -> Returned:
-    """Return a sample's score, 1 if its final answer equals the row's answer, and components.
+    """Compare the response's final answer with the row's answer; return score and components.
 
-    The components are `score`, the same number, and `answered`, 1 if the response has a final
-    answer.
+    The score is 1 if they are equal, else 0. The components are `score`, the same number, and
+    `answered`, 1 if the response has a final answer.
 
     Args:
         equal: Compares the row's answer with the response's final answer.

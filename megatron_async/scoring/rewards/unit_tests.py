@@ -40,10 +40,10 @@ def _read(name: str) -> tuple[ModuleType, CodeType]:
 
 
 def main() -> None:
-    """Run the program and then its tests; write the proof to standard output if no test failed.
+    """Run the program, then its tests; if none fails, write the proof of that to standard output.
 
-    Standard input has two lines: the proof, and the name of the tested function or class. A failed
-    test raises its exception.
+    Standard input has two lines: the proof, which is a random text, and the name of the tested
+    function or class. A failed test raises its exception.
     """
     proof, entry = sys.stdin.readline().strip(), sys.stdin.readline().strip()
     report = os.dup(1)

@@ -1,4 +1,4 @@
-"""Launcher program: runs one program of a response in a sandbox, kills processes that it leaves.
+"""Launcher program: runs one program of a response in a sandbox, and kills what it leaves running.
 
 A scorer process starts this file by its path, with an interpreter that has only the standard
 library:
