@@ -226,7 +226,7 @@ class Gateway:
             call.received = True
             try:
                 if connection.has_left():
-                    # aiohttp will cancel this coroutine when it notices the closed connection.
+                    # Raise what aiohttp will raise here when it notices the closed connection.
                     raise asyncio.CancelledError
                 reply = self._reply(asked, answer)
                 await reply.prepare(request)

@@ -243,8 +243,8 @@ def leads_to(path: Path, file: os.stat_result) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
-        # The disk does not respond, so it is not known. Later reads and writes of the open file
-        # will raise the error.
+        # The disk does not respond, so this cannot be determined. Later reads and writes of the
+        # open file will raise the error.
         return True
 
 
