@@ -16,8 +16,8 @@ from megatron_async.store.records import TrajectoryRecord
 from megatron_async.store.writer import StoreWriter
 from megatron_async.trajectory.types import CHUNK_TOKENS
 
-# Age in seconds at which a buffer is flushed even if it has fewer tokens than a chunk. Without this
-# limit, a killed process could lose minutes of a response that is generated slowly.
+# Age in seconds at which a buffer is flushed even if it has fewer tokens than a chunk. This limits
+# what is lost of a slowly generated response if the process is killed.
 CHUNK_SECONDS = 2.0
 
 

@@ -266,7 +266,7 @@ def _copy(
 
     def on_disk(status: int, remaining: int, total: int) -> None:
         # Force each 8 MiB to disk when it is copied. Otherwise the fsync at the end would have to
-        # write the whole copy at once, and commits to the same disk would wait for that.
+        # write the whole copy at once.
         force_to_disk(part)
         on_progress()
 
