@@ -115,14 +115,14 @@ class AgentWorker:
         self._attempts: dict[str, _Attempt] = {}
 
     async def begin(
-        self, key: str, payload: Mapping[str, Any], room: int | None = None
+        self, key: str, payload: Mapping[str, Any], input_budget: int | None = None
     ) -> EpisodeStart:
         """Start the program of a new episode; return its first call as the input of the first turn.
 
         Args:
             key: Key of the new episode.
             payload: Payload of the task's prompt, from which the program's row is made.
-            room: Largest number of tokens of the first call; None for no limit.
+            input_budget: Largest number of tokens of the first call; None for no limit.
 
         Raises:
             EnvironmentFault: The program failed, timed out, or ended without a call that can become
@@ -130,7 +130,7 @@ class AgentWorker:
         """
         attempt = await self._start(key, payload, ())
         async with attempt.lock:
-            found = await self._next_turn(attempt, room, last=False)
+            found = await self._next_turn(attempt, input_budget, last=False)
             if found is None:
                 self._final_reward(attempt)
                 refused = attempt.limit_error
@@ -143,7 +143,7 @@ class AgentWorker:
         key: str,
         answer_ids: Sequence[int],
         turn: int,
-        room: int,
+        input_budget: int,
         last: bool,
         logprobs: Sequence[float] = (),
     ) -> StepResult:
@@ -155,8 +155,8 @@ class AgentWorker:
             key: Key of the episode.
             answer_ids: Tokens of the policy's response.
             turn: Number of the newest turn, whose call waits for the response.
-            room: Number of tokens that the next call may add if it continues the conversation of
-                this turn.
+            input_budget: Number of tokens that the next call may add if it continues the
+                conversation of this turn.
             last: Whether further calls are refused, since a limit of the episode is reached.
             logprobs: Log-probability of each token of the response.
 
@@ -169,7 +169,9 @@ class AgentWorker:
             raise EpisodeUnknown(f"episode {key} is not open in this worker process")
         async with attempt.lock:
             stored = self._deliver_response(attempt, turn, answer_ids, logprobs)
-            found = await self._next_turn(attempt, attempt.branch_tokens[turn] + room, last=last)
+            found = await self._next_turn(
+                attempt, attempt.branch_tokens[turn] + input_budget, last=last
+            )
             counts, notices = attempt.calls.pop_counts(), attempt.calls.pop_notices()
             if found is not None:
                 match, token_ids, state = found

@@ -214,7 +214,7 @@ class EnvironmentWorker:
         key: str,
         answer_ids: Sequence[int],
         turn: int,
-        room: int,
+        input_budget: int,
         last: bool,
         _logprobs: Sequence[float] = (),
     ) -> StepResult:
@@ -227,8 +227,8 @@ class EnvironmentWorker:
             key: Key of the episode.
             answer_ids: Tokens of the policy's response.
             turn: Number of the turn that has the response.
-            room: Largest number of tokens that the next turn's input may add; a longer input ends
-                the episode.
+            input_budget: Largest number of tokens that the next turn's input may add; a longer
+                input ends the episode.
             last: Whether the episode ends after this turn even if the environment is not done,
                 since a limit is reached.
             _logprobs: Not used; agents' workers have this parameter.
@@ -246,25 +246,25 @@ class EnvironmentWorker:
         async with episode.lock:
             with self._noticing_hangs():
                 reply = await episode.runner.step(answer, self.reader)
-                stepped = await self._step_result(episode.runner, answer, reply, room, last)
+                stepped = await self._step_result(episode.runner, answer, reply, input_budget, last)
         if stepped.ended is None:
             return stepped
         return replace(stepped, fault=await self.forget(key))
 
     async def _step_result(
-        self, runner: EnvironmentRunner, answer: Answer, reply: Reply, room: int, last: bool
+        self, runner: EnvironmentRunner, answer: Answer, reply: Reply, input_budget: int, last: bool
     ) -> StepResult:
         """Convert the environment's `reply` to a StepResult: the next turn's input, or the end.
 
-        `room` and `last` have the same meaning as in `step`. If the episode ends, the environment's
-        final reward is added to the reward of the turn.
+        `input_budget` and `last` have the same meaning as in `step`. If the episode ends, the
+        environment's final reward is added to the reward of the turn.
         """
         stored = self._stored_answer(answer)
         if not reply.done and not last:
             token_ids = await runner.read(
                 lambda: self.conversation.next(reply.messages, ended=not answer.truncated)
             )
-            if len(token_ids) <= room:
+            if len(token_ids) <= input_budget:
                 whole = with_parts(stored, reply.parts)
                 new = (reply.messages, token_ids, await runner.state())
                 return StepResult(whole, reply.reward, *new, parent=answer.turn)

@@ -183,14 +183,14 @@ class EpisodeSessions:
         self.counts: Counter[str] = Counter()
 
     async def begin(
-        self, number: int, payload: Mapping[str, Any], room: int | None = None
+        self, number: int, payload: Mapping[str, Any], input_budget: int | None = None
     ) -> EpisodeStart:
         """Start episode `number` in its worker, and return the input of its first turn.
 
         Args:
             number: Number of the episode, unique among the caller's open episodes.
             payload: Payload of the task's prompt, from which the environment's row is made.
-            room: Largest number of tokens of an agent's first call; None for no limit.
+            input_budget: Largest number of tokens of an agent's first call; None for no limit.
 
         Raises:
             EnvironmentFault: The environment or agent failed, or its worker died three times.
@@ -199,7 +199,7 @@ class EpisodeSessions:
         async def start() -> EpisodeStart:
             key = self._new_key(number)
             return await self._workers.call(
-                number, 1, lambda worker: worker.begin(key, payload, room)
+                number, 1, lambda worker: worker.begin(key, payload, input_budget)
             )
 
         return await self._with_retries(number, start)
@@ -211,7 +211,7 @@ class EpisodeSessions:
         turns: Sequence[Turn],
         answer_ids: Sequence[int],
         *,
-        room: int,
+        input_budget: int,
         last: bool,
         logprobs: Sequence[float] = (),
         may_repeat: bool = False,
@@ -225,7 +225,7 @@ class EpisodeSessions:
             payload: Payload of the task's prompt, from which the environment's row is made.
             turns: All turns of the episode.
             answer_ids: Tokens of the response of the last turn.
-            room: Number of tokens that the next turn's input may add to its branch.
+            input_budget: Number of tokens that the next turn's input may add to its branch.
             last: Whether a limit of the episode is reached, so that there is no next turn.
             logprobs: Log-probability of each token of the response; only agents need them.
             may_repeat: Whether an earlier rollout process may already have sent this response.
@@ -248,7 +248,7 @@ class EpisodeSessions:
                 reply = await self._workers.call(
                     number,
                     1,
-                    lambda worker: worker.step(key, answer_ids, turn, room, last, logprobs),
+                    lambda worker: worker.step(key, answer_ids, turn, input_budget, last, logprobs),
                 )
             except EpisodeUnknown:
                 sent = False

@@ -227,7 +227,7 @@ class Episodes:
             turns,
             [int(token) for piece in answer for token in piece],
             logprobs=[float(n) for s in made for n in s.logprobs] if self._logprobs else (),
-            room=input_budget(self._longest(), taken, self._max_new_tokens),
+            input_budget=input_budget(self._longest(), taken, self._max_new_tokens),
             last=self._is_last(trajectory_id, turns[-1]),
             may_repeat=trajectory_id in self._possibly_called,
         )
@@ -387,7 +387,7 @@ async def play(
                 played.turns,
                 response.token_ids,
                 logprobs=response.logprobs,
-                room=input_budget(longest, len(ids), wanted.limit),
+                input_budget=input_budget(longest, len(ids), wanted.limit),
                 last=late or turn.number + 1 >= settings.max_turns,
             )
             played.turns[-1] = replace(

@@ -39,7 +39,7 @@ from tests.environments.templates import template_of
 
 PROGRAMS = str(Path(__file__).parent / "agent_programs.py")
 PAYLOAD = {"question": "ask?", "answer": "7", "metadata": {"seed": 3}, "messages": []}
-ROOM = 1 << 30
+INPUT_BUDGET = 1 << 30
 SECONDS, LOOPS = 60, new_loops()
 Policy = Callable[[int], str]
 
@@ -121,14 +121,14 @@ async def play(
     worker: AgentWorker,
     policy: Policy,
     *,
-    room: int = ROOM,
+    input_budget: int = INPUT_BUDGET,
     most: int = 100,
     key: str = "a.5.0",
     payload: Mapping[str, Any] = PAYLOAD,
 ) -> Played:
     played = Played(tokenizer_of(worker))
     played.opened(await worker.begin(key, payload), None)
-    await continue_episode(worker, played, policy, room=room, most=most, key=key)
+    await continue_episode(worker, played, policy, input_budget=input_budget, most=most, key=key)
     return played
 
 
@@ -137,7 +137,7 @@ async def continue_episode(
     played: Played,
     policy: Policy,
     *,
-    room: int = ROOM,
+    input_budget: int = INPUT_BUDGET,
     most: int = 100,
     key: str = "a.5.0",
     turns: int = 1000,
@@ -147,7 +147,7 @@ async def continue_episode(
         turn = len(played.turns) - 1
         ids = played.answer(policy(turn))
         last, logprobs = turn + 1 >= most, [-0.5] * len(ids)
-        played.stepped(await worker.step(key, ids, turn, room, last, logprobs))
+        played.stepped(await worker.step(key, ids, turn, input_budget, last, logprobs))
 
 
 def tokenizer_of(worker: AgentWorker) -> Any:
@@ -273,7 +273,7 @@ async def test_agent_call_with_tools_is_refused_when_no_parser_is_set(model: str
 @pytest.mark.parametrize("limit", ["turns", "context"])
 async def test_agent_episode_ends_as_length_when_a_limit_is_reached(model: str, limit: str) -> None:
     worker = worker_of(model, "talks_on", arguments={"calls": 9}, max_turns=3)
-    given = {"most": 3} if limit == "turns" else {"room": 3}
+    given = {"most": 3} if limit == "turns" else {"input_budget": 3}
     played = await play(worker, str, **given)
     assert played.ended is not None
     assert (played.ended.ended, played.ended.reward) == ("length", 0.0)

@@ -83,7 +83,7 @@ class Player:
             turns = [Turn(0, None, 0, opened.messages, state=opened.state)]
             while True:
                 stepped = await self.sessions.step(
-                    number, payload(how), turns, [65, 66], room=1 << 30, last=False
+                    number, payload(how), turns, [65, 66], input_budget=1 << 30, last=False
                 )
                 turns[-1] = replace(
                     turns[-1], reward=stepped.reward, answer=stepped.answer, state=None

@@ -209,7 +209,7 @@ class Abandons:
     """Environment of two turns whose program never gets the response of the second turn."""
 
     async def begin(
-        self, number: int, payload: Mapping[str, Any], room: int | None
+        self, number: int, payload: Mapping[str, Any], input_budget: int | None
     ) -> EpisodeStart:
         return EpisodeStart(({"role": "user", "content": "a"},), np.array([7], np.int32), None)
 
