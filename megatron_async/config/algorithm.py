@@ -2,7 +2,7 @@
 
 Invariants
 - `correction.preset` supplies defaults for the other correction settings; explicit settings win.
-  The presets have the arguments of verl 0.9.1.
+  Each preset sets the same values as the preset of that name in verl 0.9.1.
 - A combination without meaning (k1 as a loss term, a correction preset for another loss) is refused
   with a message. Nothing is replaced silently.
 """
@@ -62,33 +62,44 @@ CorrectionPreset = Literal[*CORRECTION_PRESETS]  # type: ignore[valid-type]
 class RolloutCorrectionConfig(Settings):
     """Correction of the gap between the rollout policy and the trained policy.
 
-    Decoupled mode (`bypass_mode: false`): pi_old is recomputed at the start of the update. Weights
-    and rejection are computed once per batch from pi_old / pi_rollout. Bypass mode: pi_old :=
-    pi_rollout, and both are computed from pi_theta / pi_rollout at each minibatch.
+    pi_rollout is the policy that generated a token, and pi_theta the policy in training. pi_old is
+    the reference of the loss's ratio pi_theta / pi_old.
+
+    In decoupled mode (`bypass_mode: false`), the trainer computes the log-probs of pi_old again at
+    the start of a step. Importance weights and rejection follow from pi_old / pi_rollout, once per
+    batch. In bypass mode, pi_rollout replaces pi_old. Importance weights and rejection follow from
+    pi_theta / pi_rollout, at each minibatch.
     """
 
     preset: CorrectionPreset | None = None
-    """Named defaults of this section."""
+    """Named set of defaults for the other settings of this section; none = the defaults shown here,
+    which correct nothing."""
     rollout_is: Literal["token", "sequence"] | None = None
-    """Level of the importance weights; none = no weights. In bypass mode it is the weight of loss
-    `reinforce` (instead of loss.weight), and only a metric with other losses."""
+    """Whether there is one importance weight per token or one per sequence; none = no weights. In
+    bypass mode, loss `reinforce` is multiplied by these weights instead of those of loss.weight,
+    and for any other loss the weights are only reported as metrics."""
     rollout_is_threshold: float | str = 2.0
     """Threshold of the importance weights: a number truncates larger weights; `lo_hi` sets weights
     outside the interval to 0 (IcePop)."""
     rollout_is_batch_normalize: bool = False
-    """Whether truncated weights are divided by their global mean."""
+    """Whether importance weights are divided by their mean over all ranks, after truncation. The
+    mean is over the batch, or in bypass mode over the minibatch."""
     rollout_rs: str | None = None
-    """Rejection rules, comma-separated: token_k1/k2/k3, seq_sum_k1/k2/k3, seq_mean_k1/k2/k3,
-    seq_max_k2/k3 (`sequence` = seq_sum_k1, `geometric` = seq_mean_k1). A token must pass all of
-    them; none = no rejection."""
+    """Rejection rules, comma-separated. A rule compares a divergence of the trained policy from the
+    rollout policy (estimator k1, k2 or k3) with a threshold, for each token, or as its sum, mean or
+    maximum over a sequence: token_k1/k2/k3, seq_sum_k1/k2/k3, seq_mean_k1/k2/k3, seq_max_k2/k3.
+    `sequence` is short for seq_sum_k1, `geometric` for seq_mean_k1. A token must pass all rules to
+    be trained; none = no rejection."""
     rollout_rs_threshold: float | str | None = None
-    """One threshold for all rejection rules, or one for each, comma-separated. For k1: `lo_hi`, or
-    a number u for 1/u_u, as bounds of exp(k1) = pi_rollout / pi_train. For k2 and k3: an upper
-    bound."""
+    """One threshold for all rejection rules, or one for each, comma-separated. The threshold of a
+    k2 or k3 rule is an upper bound. The threshold of a k1 rule bounds exp(k1) = pi_rollout /
+    pi_train: `lo_hi` is a lower and an upper bound, and a single number u is the bounds 1 / u and
+    u."""
     bypass_mode: bool = False
     """Whether pi_old is replaced by pi_rollout (bypass mode)."""
     loss_type: Literal["ppo_clip", "reinforce"] | None = None
-    """In bypass mode, the loss that this correction is meant for; none = any loss."""
+    """In bypass mode, the only loss that this correction accepts; another `loss.name` is refused.
+    none = any loss."""
 
     @model_validator(mode="before")
     @classmethod
@@ -110,9 +121,11 @@ class AdvantageConfig(Settings):
     """Computation of advantages from rewards."""
 
     estimator: EstimatorName = "grpo"
-    """Advantage estimator. grpo: (R - group mean) / group std; dr_grpo: the same without std; rloo:
-    leave-one-out mean; reinforce_pp: whitened over the batch; pg: R - batch mean; rapid:
-    importance-weighted group baseline under the current policy; none: 1 (SFT)."""
+    """Estimator of the advantage from the reward R. grpo: (R - group mean) / group std. dr_grpo: R
+    minus the group mean. rloo: R minus the mean of the other members of the group. reinforce_pp: (R
+    - mean) / std over all trained tokens of the batch. pg: R minus the batch mean. rapid: R minus
+    the mean of the group's rewards, each weighted by the generation's importance weight under the
+    current policy. none: 1 for every token (SFT)."""
 
 
 class LossSettings(Settings):
@@ -124,27 +137,32 @@ class LossSettings(Settings):
         "or file.py:name beside the YAML file (`loss: NAME` is short for `loss: {name: NAME}`).",
     )
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of your own loss function."""
+    """Keyword arguments of your own loss function, if `name` is one."""
     aggregation: AggregationName = "token_mean"
-    """Average of the loss over tokens and sequences."""
+    """How the losses of tokens become one number: their mean (`token_mean`), or the mean over
+    sequences of each sequence's mean (`seq_mean_token_mean`) or sum (`seq_mean_token_sum`), or of
+    the sum divided by `fixed_normalizer` (`seq_mean_token_sum_norm`)."""
     fixed_normalizer: float = Field(1.0, gt=0)
     """Divisor of seq_mean_token_sum_norm, for example the longest response in tokens."""
     clip_low: float = Field(0.2, ge=0, lt=1)
-    """Distance below 1 at which the ratio is clipped."""
+    """Lower end of the clip range of a clipped loss: its ratio is clipped below 1 - clip_low."""
     clip_high: float = Field(0.2, ge=0)
-    """Distance above 1 at which the ratio is clipped."""
+    """Upper end of the clip range of a clipped loss: its ratio is clipped above 1 + clip_high."""
     dual_clip: float | None = Field(None, gt=1)
-    """Bound of ppo_clip's ratio for negative advantages; none = no bound."""
+    """Upper bound of the ratio of loss `ppo_clip` for tokens with a negative advantage; none = no
+    bound."""
     weight: Literal["none", "token", "sequence"] = "none"
-    """Level of the detached ratio pi_theta / pi_old that weights `reinforce`."""
+    """Whether loss `reinforce` is multiplied by the ratio pi_theta / pi_old of each token or of the
+    whole sequence (without its gradient); none = not multiplied."""
     weight_threshold: float | str | None = None
-    """Threshold of the weights of `reinforce`: a number truncates larger weights; `lo_hi` is
-    IcePop; none = no threshold."""
+    """Threshold of the ratios of setting `weight`: a number truncates larger ratios; `lo_hi` sets
+    ratios outside the interval to 0 (IcePop); none = no threshold."""
     aipo_delta: float = Field(8.0, gt=0)
-    """Upper bound of the ratio in `aipo`."""
+    """Upper bound delta of the ratio in loss `aipo`, -min(ratio, delta) * advantage."""
     aipo_form: Literal["objective", "coefficient"] = "objective"
-    """Form of `aipo`. `objective`: a clipped token has no gradient. `coefficient`: the clipped
-    ratio is a detached weight."""
+    """Form of loss `aipo`. `objective`: the ratio is differentiated, so a token whose ratio is
+    above `aipo_delta` has no gradient. `coefficient`: the bounded ratio is a constant factor of the
+    gradient of the log-prob, so such a token keeps a gradient."""
 
     @field_validator("name")
     @classmethod
@@ -170,23 +188,26 @@ class RapidConfig(Settings):
     """RAPID's importance-weighted group policy gradient."""
 
     eta: float = Field(2.0, gt=0)
-    """Upper bound of a generation's weight."""
+    """Upper bound of the importance weight of a generation."""
     clip_policy_weight: bool = True
-    """Whether the weight is bounded in the gradient too, and not only in the baseline."""
+    """Whether `eta` bounds the importance weight in the gradient too, and not only in the
+    baseline."""
     leave_one_out: bool = False
-    """Whether the baseline uses only the other generations, and is divided by N - 1."""
+    """Whether the baseline of a generation is the weighted sum of the rewards of the other N - 1
+    generations of its group, divided by N - 1, instead of the sum over all N, divided by N."""
 
 
 class KLConfig(Settings):
     """KL divergence to a frozen reference policy."""
 
     reward_coef: float = Field(0.0, ge=0)
-    """Factor of sum_t (log pi_old - log pi_ref) (k1), which is subtracted from the reward; 0 = no
-    penalty."""
+    """Factor of the KL penalty sum_t (log pi_old - log pi_ref) over the tokens t of a response
+    (estimator k1). The product is subtracted from the reward; 0 = no penalty."""
     loss_coef: float = Field(0.0, ge=0)
     """Weight of the KL term in the loss; 0 = no term."""
     loss_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL term in the loss: k2 or k3, both importance-weighted. k1 is refused."""
+    """Estimator of the KL term in the loss: k2 or k3, both importance-weighted. k1 is refused,
+    because its gradient is zero in expectation."""
 
     @field_validator("loss_estimator")
     @classmethod
@@ -203,33 +224,35 @@ class OverlongConfig(Settings):
     """DAPO's soft punishment of responses near the length limit."""
 
     buffer_share: float = Field(0.0, ge=0, le=1)
-    """Share of the length limit over which the punishment grows (0.2 in DAPO); 0 = no
-    punishment."""
+    """Last share of sampling.max_new_tokens, over which the punishment grows linearly from 0 to
+    `penalty` (0.2 in DAPO); 0 = no punishment."""
     penalty: float = Field(1.0, ge=0)
-    """Reward subtracted at the length limit."""
+    """Amount subtracted from the reward of a response that reaches sampling.max_new_tokens."""
 
 
 class AlgorithmConfig(Settings):
-    """Definition of the gradient: the defaults of a recipe, each of which may be set."""
+    """Definition of the gradient. A recipe supplies the defaults; every setting overrides its
+    default."""
 
     recipe: RecipeName = "copris"
-    """Named set of defaults."""
+    """Published method that supplies the defaults of this and other sections
+    (docs/schedules.md)."""
     epochs: int = Field(1, ge=1)
     """Number of passes over a batch, each with schedule.updates_per_batch updates."""
     advantage: AdvantageConfig = AdvantageConfig()
-    """Advantages."""
+    """Settings of advantages."""
     loss: LossSettings = LossSettings()
-    """Surrogate loss."""
+    """Settings of the surrogate loss."""
     correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
-    """Rollout correction."""
+    """Settings of the rollout correction."""
     rapid: RapidConfig = RapidConfig()
-    """RAPID."""
+    """Settings of loss and advantage estimator `rapid`."""
     kl: KLConfig = KLConfig()
     """KL divergence to the reference policy."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
     overlong: OverlongConfig = OverlongConfig()
-    """Length shaping."""
+    """Settings of the punishment of long responses."""
 
     def check(self) -> None:
         name, correction = self.loss.name, self.correction

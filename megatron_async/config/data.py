@@ -14,7 +14,7 @@ LAYOUTS = Literal[
 class ColumnsConfig(Settings):
     """Names of the columns of a file; a dot leads into a mapping (`reward_model.ground_truth`).
 
-    Columns that are not set here are those of the layout.
+    A name that is not set is the one in the file's `layout`.
     """
 
     prompt: str | None = None
@@ -37,12 +37,12 @@ class FileConfig(Settings):
     split: str = ""
     """Split to read from a directory; required if it has several."""
     layout: LAYOUTS = "rows"
-    """Columns of a published data set. `rows`: `prompt`, `answer`, `response` and `priority`
-    (docs/data.md)."""
+    """Data set whose column names the file has (docs/data.md). `rows`: the columns are named
+    `prompt`, `answer`, `response` and `priority`."""
     columns: ColumnsConfig = ColumnsConfig()
     """Columns that have other names than in the layout."""
     filter: dict[str, str | int | bool] = Field(default_factory=dict)
-    """Values that columns must have; other rows are not used."""
+    """Required values of columns, for example {level: 5}; rows with another value are not used."""
 
 
 File = TypeVar("File", bound=FileConfig)
@@ -57,10 +57,10 @@ class SourceConfig(FileConfig):
 
 
 class PoolConfig(Settings):
-    """Prompts with a similar pass rate (share of right responses)."""
+    """A pool: the prompts whose pass rate (share of right responses) lies in one interval."""
 
     up_to: float = Field(..., ge=0, le=1)
-    """Highest pass rate of the pool; the next pool begins above it."""
+    """Highest pass rate of the pool. The pool begins above that of the previous pool."""
     share: float = Field(..., ge=0, le=1)
     """Probability with which a prompt of the pool is used when its turn comes."""
 
@@ -70,11 +70,12 @@ class DifficultyConfig(Settings):
     all."""
 
     pools: list[PoolConfig] = Field(default_factory=list)
-    """Pools by ascending pass rate; empty = every prompt is used each time. A pool up to 0 with
-    share 0 drops prompts that were never solved; a last pool with share 0 drops those that always
-    are."""
+    """Pools by ascending pass rate; empty = every prompt is used each time. A first pool with
+    `up_to: 0` and `share: 0` drops prompts that were never solved. A last pool with `share: 0`
+    drops prompts with the highest pass rates."""
     min_attempts: int = Field(16, ge=1)
-    """Number of scored responses before a prompt belongs to a pool."""
+    """Number of scored responses that a prompt needs before it is put into a pool; until then it is
+    used each time."""
 
     def check(self) -> None:
         ends = [pool.up_to for pool in self.pools]
@@ -85,25 +86,27 @@ class DifficultyConfig(Settings):
 
 
 class DataConfig(FileConfig):
-    """Sources of prompts: the part of `task` that does not concern responses."""
+    """Sources of prompts: the settings of `task` that do not concern responses."""
 
     kind: Literal["chain_sum", "reasoning_gym", "files", "seeds"] = "chain_sum"
     """Source of problems. `chain_sum`: sums of integers. `reasoning_gym`: the task `name` of that
     optional package. `files`: rows of files (the default if `path` or `sources` is set). `seeds`:
-    rows {seed} for an environment."""
+    rows that contain only a `seed`, from which an environment makes its problem."""
     name: str = ""
-    """Name of the reasoning-gym task; for files without `reward`, the checker: exact or math."""
+    """With kind reasoning_gym, name of the task in that package. With kind files and without
+    `reward`, the checker of responses: exact or math."""
     sources: list[SourceConfig] = Field(default_factory=list)
     """Several files with weights, instead of `path`."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the task. `mixture` is a list of such arguments, each with a `weight`; every
-    problem draws one of them."""
+    """Arguments of a generated task (chain_sum or reasoning_gym). To mix several kinds of problems,
+    set `mixture` to a list of such arguments, each with a `weight`; every problem draws one of
+    them."""
     prompt_template: str = ""
-    """Template of the prompt. It may contain {question} and every column or metadata that is a text
-    or a number; with chain_sum also {compact}, the expression without spaces. Empty = the layout's
-    template, otherwise {question}."""
+    """Template of the prompt. It may contain {question} and, in braces, the name of every column or
+    metadata item whose value is a text or a number. With chain_sum it may also contain {compact},
+    the expression without spaces. Empty = the layout's template, otherwise {question}."""
     system_prompt: str = ""
-    """System message of chat prompts that have none."""
+    """System message for chat prompts that have no system message."""
     long_prompts: Literal["refuse", "filter", "drop"] = "refuse"
     """Treatment of prompts in files that are too long for the engines. `refuse`: the run does not
     start. `filter`: training prompts are removed before the run starts, and their number is shown.
@@ -114,8 +117,9 @@ class DataConfig(FileConfig):
     does not start, and the first ten are listed. `skip`: they are not used, and their number is
     shown."""
     changed_data: Literal["refuse", "accept"] = "refuse"
-    """Treatment of a resume after a data file has changed since the run's start. `data.json` in the
-    run directory contains the size and a hash of each file."""
+    """Treatment of a resume if a data file has changed since the run's start: `refuse` stops it,
+    `accept` continues with the changed file. `data.json` in the run directory contains the size and
+    a hash of each file."""
     chat_template: Literal["auto", "never"] = "auto"
     """Use of the tokenizer's chat template. `auto`: if it has one."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -125,8 +129,9 @@ class DataConfig(FileConfig):
     only end and padding tokens at the end of a response are removed, and marks such as `<think>`
     stay."""
     heldout_share: float = Field(0.1, ge=0, lt=1)
-    """Share of the problems that is held out for evaluation, chosen by a hash of their text; 0 if
-    eval.sets has files instead. Problems of those files are never trained on."""
+    """Share of the problems that is held out for evaluation, chosen by a hash of their text. 0 =
+    none, for example if eval.sets has its own files. Problems of those files are never trained
+    on."""
     difficulty: DifficultyConfig = DifficultyConfig()
     """Sampling by pass rate."""
     train_seed: int = 1
@@ -160,15 +165,19 @@ class DataConfig(FileConfig):
             )
 
     def files(self) -> list[SourceConfig]:
-        """Return the files to train on; a source that sets no columns gets the task's layout and
-        columns."""
+        """Return the files to train on.
+
+        These are the files of `sources` or, without any, the file of `path`. A source that sets
+        neither a layout nor columns gets the task's.
+        """
         if not self.sources:
             own = {name: getattr(self, name) for name in FileConfig.model_fields}
             return [SourceConfig.model_validate(own)]
         return [self.completed(source) for source in self.sources]
 
     def completed(self, file: File) -> File:
-        """Return `file` with the task's layout and columns, unless it sets one of them itself."""
+        """Return `file` with the task's layout and columns; return it unchanged if it sets a layout
+        or columns itself."""
         if file.layout != "rows" or file.columns != ColumnsConfig():
             return file
         return file.model_copy(update={"layout": self.layout, "columns": self.columns})

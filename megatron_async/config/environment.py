@@ -13,17 +13,18 @@ class EpisodeConfig(Settings):
 
     tool_parser: str = ""
     """SGLang's name of the format in which the model writes tool calls, for example qwen25 or
-    llama3. It is required if there are tools. A class with `step` then gets the calls in `Answer`.
-    """
+    llama3. It is required if the environment offers tools. If your environment class has a method
+    `step`, the method gets the parsed tool calls in `Answer`."""
     max_turns: int = Field(32, ge=1)
     """Largest number of policy responses in one episode."""
     step_seconds: float = Field(60.0, gt=0)
-    """Time limit of one call to the environment, or of all tool calls in a response, in seconds;
-    for an agent, from a response to its next call."""
+    """Time limit of one call to the environment, or of all tool calls in one response together, in
+    seconds. For an agent, it limits the time from a response to the agent's next call of the
+    policy."""
     seconds: float = Field(3600.0, gt=0)
     """Time limit of one episode, in seconds of wall time. The episode then ends as `length`, with
-    its rewards so far. After a kill the limit counts on from the last reply of the environment or
-    agent."""
+    its rewards so far. If the run is killed and resumed, the time between the last stored reply of
+    the environment or agent and the resume does not count."""
     workers: int = Field(1, ge=1)
     """Number of worker processes, each of which runs many episodes."""
     threads: int = Field(32, ge=1)
@@ -51,10 +52,11 @@ class EnvironmentConfig(Settings):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class."""
     credit: Literal["episode", "turn"] = "episode"
-    """Rewards that a token's advantage is computed from: those of the whole `episode`, or those
-    from its `turn` on."""
+    """Rewards from which a token's advantage is computed: all rewards of its episode (`episode`),
+    or only those of the token's own turn and later turns (`turn`)."""
     discount: float = Field(1.0, ge=0, le=1)
-    """With `credit: turn`, factor of a reward for each turn that it comes later."""
+    """With `credit: turn`, discount factor per turn: a reward that comes n turns later is
+    multiplied by discount ** n."""
 
     @property
     def used(self) -> bool:
@@ -68,7 +70,8 @@ class EnvironmentConfig(Settings):
 
     @property
     def turn_discount(self) -> float | None:
-        """Discount of rewards per turn; None if the credit is the episode's."""
+        """Discount factor of rewards per turn; None if there is no environment, or if all turns of
+        an episode get the same credit (`credit: episode`)."""
         return self.discount if self.name and self.credit == "turn" else None
 
     def check(self) -> None:
@@ -93,8 +96,9 @@ class AgentConfig(Settings):
     """A function (package.module:function or file.py:function); `agent: file.py:function` is a
     short form. Empty = no function."""
     command: list[str] = Field(default_factory=list)
-    """Instead of a function, a program and its arguments. It gets OPENAI_BASE_URL, OPENAI_API_KEY
-    and, on standard input, the row as JSON. The last line that it prints is the reward."""
+    """A program and its arguments, to be used instead of a function. The program gets
+    OPENAI_BASE_URL and OPENAI_API_KEY in its environment and the row of the data as JSON on
+    standard input. The last line that it prints is the reward."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
 
@@ -105,7 +109,7 @@ class AgentConfig(Settings):
 
     @property
     def display_name(self) -> str:
-        """The setting that names the agent, and its value, for messages."""
+        """The setting that selects the agent, with its value, as error messages show it."""
         return f"agent.name {self.name!r}" if self.name else f"agent.command {self.command}"
 
     def check(self) -> None:
@@ -129,10 +133,15 @@ class AgentConfig(Settings):
 
 
 def refuse_changed(settings: Settings, section: str, needed: str) -> None:
-    """Check that no setting differs from its default, because `needed` is not set.
+    """Refuse settings of a section that has no effect because another setting is not set.
+
+    Args:
+        settings: The section.
+        section: Name of the section, for the message.
+        needed: Name of the setting that is not set, for the message.
 
     Raises:
-        ValueError: If one differs.
+        ValueError: If a setting of the section differs from its default.
     """
     for name in sorted(settings.model_fields_set):
         default = type(settings).model_fields[name].get_default(call_default_factory=True)

@@ -25,8 +25,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 @dataclass(frozen=True)
 class EvalSet:
-    """An evaluation set with all its settings resolved; `prompts` is 0 for all problems of its
-    file."""
+    """An evaluation set whose defaults are filled in from the section `eval`.
+
+    `prompts` is the number of problems; 0 = all problems of the set's file.
+    """
 
     name: str
     prompts: int
@@ -40,7 +42,8 @@ class EvalSet:
 
 
 class EvalSetConfig(FileConfig):
-    """An evaluation set: a file, and the settings that differ from those of `eval`."""
+    """An evaluation set with its own file. Settings that are none have the value in section
+    `eval`."""
 
     prompts: int = Field(0, ge=0)
     """Number of problems, drawn in a fixed order; 0 = all."""
@@ -64,7 +67,7 @@ class EvalConfig(Settings):
     """Evaluation on problems that are never trained on."""
 
     prompts: int = Field(256, ge=0)
-    """Number of held-out problems; 0 = all that the files of the task have."""
+    """Number of held-out problems to evaluate on; 0 = all held-out problems of the task's files."""
     temperature: float = 0.0
     """Sampling temperature: 0 (greedy), or 0.01 to 100."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -80,14 +83,14 @@ class EvalConfig(Settings):
     """Smallest reward with which a response counts as right; accuracy is the share of such
     responses. Lower it for a shaped reward that may never reach 1, or compare mean rewards."""
     sets: dict[str, EvalSetConfig] = Field(default_factory=dict)
-    """Sets with their own files, by the names that their metrics get."""
+    """Evaluation sets with their own files. The key of a set is its name in metrics."""
     every_steps: int = Field(0, ge=0)
     """Number of steps between evaluations during training; 0 = only at the start and the end."""
     blocking: bool | None = None
-    """Whether training waits for evaluations during training, so that each measures one version.
-    With false they run concurrently with training, and running responses continue with newer
-    weights. none = true if the schedule drains its requests or engines are colocated. At the start
-    and the end training always waits."""
+    """Whether training waits for each evaluation, so that one policy version generates all its
+    responses. With false, an evaluation runs concurrently with training, and its running responses
+    continue with newer weights. none = true if `schedule.boundary` is drain or engines are
+    colocated, otherwise false. Training always waits for the evaluations at its start and end."""
     save_samples: int = Field(32, ge=0)
     """Number of problems of each set whose responses are saved in `evaluations/`."""
     timeout_seconds: float = Field(3600.0, gt=0)
@@ -120,8 +123,12 @@ class EvalConfig(Settings):
         return {name: (f"eval.sets.{name}.path", one) for name, one in self.sets.items()}
 
     def resolved_sets(self, sampling: SamplingConfig, *, heldout: bool) -> list[EvalSet]:
-        """Return all evaluation sets with their settings; `heldout` is whether the task holds out
-        problems."""
+        """Return all evaluation sets with their defaults filled in.
+
+        Args:
+            sampling: The sampling of training, for the default response length.
+            heldout: Whether the task holds out problems, which are then the first set.
+        """
         found = []
         if heldout:
             sampled = self._sampled(None, sampling)

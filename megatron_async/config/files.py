@@ -2,8 +2,8 @@
 
 Invariants
 - Files are UTF-8, with or without a byte order mark.
-- Returned values are complete and of plain types. Every failure is a UserError whose message begins
-  with `what`, the name of the thing that was read.
+- Returned values consist of the types of JSON only. Every failure is a UserError whose message
+  begins with the argument `what`, a name of the thing that was read, such as `config file x.yaml`.
 """
 
 import hashlib
@@ -19,10 +19,11 @@ import yaml
 from megatron_async.errors import UserError, short_repr
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
-"""Of a model's directory; the first that is there is used."""
+"""Names of the tokenizer file in a model's directory; the first that exists is used."""
 _MAX_LEVELS = 32
 _MAX_VALUES = 1_000_000
-# Errors that PyYAML raises for a value that does not fit its tag, as in `!!int ""`.
+# Errors that PyYAML raises for a value that does not fit its type tag, such as the empty text in
+# `!!int ""`.
 _MISFITS = (ValueError, TypeError, LookupError, AttributeError)
 _MISFIT = "a value does not fit its tag"
 
@@ -91,11 +92,18 @@ def parse_yaml(text: str, what: str) -> Any:
 def _check_plain(value: object, what: str, where: str, seen: Iterator[int], depth: int = 0) -> None:
     """Check that a YAML value could also be written as JSON.
 
-    `seen` counts values and `depth` counts levels, because YAML's aliases can create cycles and
-    very many values.
+    YAML's aliases can create cycles and exponentially many values. Therefore the number of values
+    and the number of nested levels are limited.
+
+    Args:
+        value: The value to check, with everything in it.
+        what: Name of the text that was parsed, for messages.
+        where: Path of `value` in the text, for messages.
+        seen: Counter of all values that were checked.
+        depth: Number of lists and mappings around `value`.
 
     Raises:
-        UserError: If it could not.
+        UserError: If the value cannot be written as JSON, or exceeds a limit.
     """
     if depth > _MAX_LEVELS or next(seen) > _MAX_VALUES:
         raise UserError(f"{what} has more than {_MAX_LEVELS} levels or {_MAX_VALUES:,} values")
@@ -155,8 +163,10 @@ def _reason(error: Exception) -> str:
 
 
 def named_templates(folder: Path) -> list[Path]:
-    """Return the files with a tokenizer's named chat templates, as transformers saves them,
-    sorted."""
+    """Return the sorted files with the named chat templates of the tokenizer in `folder`.
+
+    transformers saves a tokenizer's named templates as `additional_chat_templates/NAME.jinja`.
+    """
     return sorted((folder / "additional_chat_templates").glob("*.jinja"))
 
 

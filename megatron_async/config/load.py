@@ -1,12 +1,13 @@
 """Loads a checked `RunConfig` from a YAML file and dotted overrides.
 
 Invariants
-- Precedence: recipe < schedule preset < YAML (a file over its `base:`) < command line.
+- Precedence: recipe < schedule preset < YAML < command line. In YAML, a file's settings replace
+  those of the file that it names as `base:`.
 - Every refusal is one message that names the setting and the value (`UserError`).
 - `dump` and `load_config` are inverse: a run directory's config.yaml gives the same run.
 - A run's config.yaml has every resolved value and, under the key `explicit`, the settings that a
-  file or the command line had set. A recipe or preset that is chosen at a resume therefore replaces
-  the values of the previous recipe or preset, but no explicit setting.
+  file or the command line had set. If a resume chooses another recipe or preset, its values replace
+  those of the previous one, but no explicit setting.
 """
 
 import copy
@@ -34,16 +35,16 @@ _Config = TypeVar("_Config", bound=RunConfig)
 
 _MAX_BASE_DEPTH = 8
 _EXPLICIT = "explicit"
-# Settings for which a text is short for a mapping with this `name`.
+# Settings that may be written as `SETTING: NAME`, which is short for `SETTING: {name: NAME}`.
 _NAMED = ("agent", "environment", "loss", "reward")
 
 
 def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two mappings of settings: values of `high` replace those of `low`, and mappings are
-    merged.
+    """Merge two nested mappings of settings, in which the values of `high` replace those of `low`.
 
-    If `low` has a name such as `agent: NAME` and `high` a mapping for it, NAME becomes the `name`
-    in the merged mapping.
+    If a key has a mapping in both, these mappings are merged in the same way. If `low` has the
+    short form of a setting, such as `agent: NAME`, and `high` a mapping for it, NAME becomes the
+    `name` in the merged mapping.
     """
     result = copy.deepcopy(dict(low))
     for key, value in high.items():
@@ -57,12 +58,14 @@ def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_yaml(path: Path, depth: int = 0) -> dict[str, Any]:
-    """Read a YAML mapping, merged over the mapping of its `base:` file, whose path is relative to
-    it.
+    """Read the YAML mapping of a file; its values replace those of the file that it names as
+    `base:`.
+
+    The path of the base file is relative to the directory of `path`.
 
     Args:
-        depth: Number of files that have led to this one by `base:`; it is limited, so that files
-            which name each other end with an error.
+        depth: Number of files in the chain of `base:` that led to this file. It is limited, so that
+            two files which name each other cause an error.
 
     Raises:
         UserError: If a file cannot be read or is invalid.
@@ -86,8 +89,8 @@ def read_yaml(path: Path, depth: int = 0) -> dict[str, Any]:
     if not isinstance(base, str):
         raise UserError(f"{what}: `base` is {short_repr(base)}; it must name a file")
     below = read_yaml(path.parent / base, depth + 1)
-    # Of a run's config.yaml, only the explicit settings are used, because the others were derived
-    # for that run.
+    # If the base is the config.yaml of a run, only its explicit settings are used, because its
+    # other settings were derived for that run.
     return merge(below.get(_EXPLICIT, below), content)
 
 
@@ -121,8 +124,12 @@ def _nested(dotted: str, value: Any) -> dict[str, Any]:
 
 
 def _number(text: str) -> str | float:
-    """Convert a text such as `1e-6`, which YAML 1.1 reads as a string, to a number; `0.5_2` stays a
-    text."""
+    """Convert a text to a number if it is a finite one, such as `1e-6`, which YAML 1.1 reads as a
+    text.
+
+    A text with an underscore, such as the threshold `0.5_2`, is returned unchanged, although Python
+    would read it as the number 0.52.
+    """
     if "_" in text:
         return text
     try:
@@ -133,7 +140,8 @@ def _number(text: str) -> str | float:
 
 
 def build_config(settings: Mapping[str, Any]) -> RunConfig:
-    """Return the checked configuration of `settings`, over the defaults of their recipe and preset.
+    """Return the checked configuration of `settings`; what they do not set has the defaults of
+    their recipe and preset.
 
     Raises:
         UserError: If a setting is unknown or invalid.
@@ -147,7 +155,8 @@ def build_config(settings: Mapping[str, Any]) -> RunConfig:
 
 
 def build_simulation(settings: Mapping[str, Any]) -> SimulationConfig:
-    """Return the checked simulation of `settings`, which may have the section `simulate`.
+    """Return the checked simulation of `settings`, which may have the section `simulate` in
+    addition to the sections of a run.
 
     Raises:
         UserError: If a setting is unknown or invalid.
@@ -178,8 +187,8 @@ def _defaults_below(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expanded(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Convert `algorithm.loss: NAME` to `algorithm.loss.name: NAME`, so that defaults can be
-    merged."""
+    """Convert `algorithm.loss: NAME` to `algorithm.loss.name: NAME`, so that a recipe's defaults
+    for the other settings of `algorithm.loss` can be merged with it."""
     algorithm = settings.get("algorithm")
     if isinstance(algorithm, Mapping) and isinstance(algorithm.get("loss"), str):
         return merge(settings, {"algorithm": {"loss": {"name": algorithm["loss"]}}})
@@ -204,11 +213,11 @@ _TYPE_NAME: Final = re.compile(r"literal\[.*\]|constrained-\w+|int|float|str|boo
 
 
 def describe(error: ValidationError) -> str:
-    """Return a message about the first problem, which names the setting and its value."""
+    """Return a message about the first problem in `error`; it names the setting and its value."""
     errors = error.errors()
     first = errors[0]
-    # For a setting with several types, pydantic reports one error per type, with the type as last
-    # part.
+    # For a setting that accepts several types, pydantic reports one error per type. The last part
+    # of its location `loc` is then the name of the type, not of a setting.
     parts = [str(part) for part in first["loc"]]
     fields = parts[:-1] if parts and _TYPE_NAME.fullmatch(parts[-1]) else parts
     where = ".".join(fields) or "config"
@@ -232,7 +241,8 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """Read the configuration file `path`, apply `section.setting=value` overrides, and check the
     result.
 
-    `configs/NAME.yaml` is found from any directory, unless a file with this path exists.
+    A `path` such as `configs/NAME.yaml` that does not exist in the current directory is the file of
+    that name in the installed package.
 
     Raises:
         UserError: If the file or a setting is invalid.
@@ -244,7 +254,10 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_simulation(path: Path | str, overrides: Sequence[str] = ()) -> SimulationConfig:
-    """Load a simulation file, or a run's file with the default assumptions; see `load_config`."""
+    """Read a simulation file, apply `section.setting=value` overrides, and check the result.
+
+    `path` may also be the file of a run; the section `simulate` then has its defaults.
+    """
     return build_simulation(read_settings(path, overrides))
 
 
@@ -261,10 +274,11 @@ def _changes(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run's config.yaml, and apply `overrides` as to the file that the run was started with.
+    """Read the config.yaml in a run directory, and apply `overrides` as if they were given at the
+    run's start.
 
     Raises:
-        UserError: If the file is not a run's, or a setting is invalid.
+        UserError: If the file is not the config.yaml of a run, or a setting is invalid.
     """
     body = dict(_expanded(read_yaml(Path(path))))
     explicit = body.pop(_EXPLICIT, None)
@@ -278,8 +292,10 @@ def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfi
 def with_settings(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
     """Apply `changes` to `config` as if its file contained them; return the checked result.
 
-    Values are Python objects: paths may be `Path` objects, and relative import paths are relative
-    to the current directory.
+    Args:
+        config: The configuration, which is not modified.
+        changes: Values by dotted setting. Paths may be `Path` objects, and paths of Python files
+            are relative to the current directory.
 
     Raises:
         UserError: If a setting is invalid.
@@ -300,7 +316,13 @@ def with_settings(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
 def _with_changes(
     body: Mapping[str, Any], explicit: Mapping[str, Any], changes: Mapping[str, Any]
 ) -> RunConfig:
-    """Apply `changes` to a run's settings, of which `explicit` were set explicitly."""
+    """Apply `changes` to the settings of a run; return the checked result.
+
+    Args:
+        body: The resolved value of every setting.
+        explicit: The settings that a file, the command line or Python has set.
+        changes: The new settings, which are explicit too.
+    """
     changes = _expanded(changes)
     wanted = merge(_expanded(explicit), changes)
     old, new = (build_config(settings).model_dump(mode="json") for settings in (explicit, wanted))
@@ -312,7 +334,7 @@ def _with_changes(
 
 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of `new` that differ from those of `old`."""
+    """Return the settings of `new` whose values differ from those in `old`, as a nested mapping."""
     return {
         key: _changed(old[key], value)
         if isinstance(value, Mapping) and isinstance(old.get(key), Mapping)
@@ -323,8 +345,8 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[str]:
-    """Return `section.setting OLD → NEW` for every setting that differs, without the values of a
-    key."""
+    """Return `section.setting OLD → NEW` for every setting that differs. For the secret
+    `engines.api_key`, return only its name."""
     old, new = _flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json"))
     return [
         name if name == "engines.api_key" else f"{name} {old.get(name)} → {new.get(name)}"

@@ -10,7 +10,7 @@ Recompute = Literal["none", "feed_forward", "all"] | Annotated[int, Field(ge=1)]
 
 
 class ModelConfig(Settings):
-    """Source of the weights, and the precision in which they are trained."""
+    """Source of the weights, their precision in training, and implementations of layers."""
 
     path: str = ""
     """Hugging Face directory with config.json, safetensors and tokenizer."""
@@ -21,13 +21,16 @@ class ModelConfig(Settings):
     """Import path of your own model family (examples/own_family); empty = the built-in family with
     the model_type of config.json."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the weights. `auto`: bfloat16 on GPU (with fp32 main gradients), float32 on CPU."""
+    """Type of the weights in training. `auto`: bfloat16 on GPUs (gradients are summed in fp32),
+    float32 on CPU."""
     attention_backend: Literal["auto", "sdpa", "transformer_engine"] = "auto"
     """Implementation of attention. `auto`: Transformer Engine if it is installed and a GPU is
     present."""
     experts: Literal["auto", "sequential", "grouped", "transformer_engine"] = "auto"
-    """Implementation of experts: all experts of a rank in one product (`grouped`: torch's
-    grouped_mm), or one by one. `auto`: grouped if it supports the model's precision and widths."""
+    """Implementation of experts. `grouped`: all experts of a rank in one product, torch's
+    grouped_mm. `sequential`: one expert after the other. `transformer_engine`: Transformer Engine's
+    grouped product. `auto`: grouped if grouped_mm supports the model's precision and widths,
+    otherwise transformer_engine if attention uses it, otherwise sequential."""
 
 
 class ParallelConfig(Settings):
@@ -79,7 +82,8 @@ class OptimizerConfig(Settings):
     min_lr: float = Field(0.0, ge=0)
     """Learning rate at the end of the cosine."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """Learning rate after the warm-up."""
+    """Course of the learning rate after the warm-up: constant, or a cosine from `lr` down to
+    `min_lr`."""
     warmup_steps: int = Field(0, ge=0)
     """Number of optimizer steps of the linear warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -87,7 +91,7 @@ class OptimizerConfig(Settings):
     eps: float = Field(1e-8, gt=0)
     """Adam's epsilon."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay of matrices and embeddings; norms and biases have none."""
+    """Decoupled weight decay of matrices and embeddings; norms and biases are not decayed."""
     muon_momentum: float = Field(0.95, ge=0, lt=1)
     """Muon's momentum."""
     clip_grad: float = Field(1.0, ge=0)
@@ -113,19 +117,23 @@ class TrainerConfig(Settings):
     microbatch_tokens: int = Field(16384, ge=1)
     """Largest number of tokens of a microbatch; a longer sequence is a microbatch by itself."""
     logprob_chunk_tokens: int = Field(1024, ge=1)
-    """Number of response tokens whose logits exist at once in the chunked head."""
+    """Number of response tokens whose logits are in memory at once: log-probs are computed in
+    chunks of this size."""
     recompute: Recompute = "none"
     """Activations that the backward pass computes again instead of keeping them. `feed_forward`:
     the MLP or experts of each layer; a number: so many layers of each pipeline stage; `all`: all
-    layers. If it is not set, it is the smallest with which the estimated peak fits into a GPU."""
+    layers. If it is not set, it is the value with the least recomputation with which the estimated
+    peak memory fits into a GPU."""
     compare_replicas_every_steps: int = Field(10, ge=0)
-    """Number of steps between comparisons of weights that several ranks must have equal (one hash
-    per tensor), also after the first step; a difference stops the run. 0 = never."""
+    """Number of steps between comparisons of the weights of which several ranks have copies; the
+    first comparison is after the first step. Ranks compare one hash per tensor, and a difference
+    stops the run. 0 = never."""
     wait_for_batch_seconds: float = Field(1800.0, gt=0)
     """Longest wait for a batch before the run stops with an error, in seconds."""
     collective_timeout_seconds: float = Field(600.0, gt=0)
-    """Longest wait inside one collective operation, in seconds. It is never less than
-    weights.timeout_seconds plus about four minutes for connecting and cleaning up, since an engine
-    may delay a rank for so long."""
+    """Longest wait inside one collective operation, in seconds. A smaller value is raised to
+    weights.timeout_seconds plus about four minutes: during a weight update, an engine may delay one
+    rank for this long, including connecting and cleaning up, while the other ranks wait in a
+    collective operation."""
     max_restarts: int = Field(0, ge=0)
     """Number of restarts of all ranks by torchrun, each from the last checkpoint."""

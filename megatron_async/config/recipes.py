@@ -3,23 +3,30 @@ methods.
 
 Precedence (docs/semantics.md section 3): recipe < schedule preset < YAML file < command line.
 
-Sources: copris: CoPRIS, arXiv 2511.05589, with the values of its authors' script
-(777pomingzi/CoPRIS, CoPRIS_scripts/run_CoPRIS.sh). pipeline_rl: PipelineRL, arXiv 2509.19128.
-prime_rl: PRIME-RL (delta and form assumed). rapid: RAPID. grpo: DeepSeekMath, arXiv 2402.03300,
-with the KL of RAPID's baseline. dapo: DAPO, arXiv 2503.14476. pg and sft: as in RAPID's comparison.
-RAPID's N_step of 32 is understood as generations, so an update has 8 groups of 4, and its 8 updates
-have 64 groups (assumed). DAPO's overlong buffer is 4,096 of 20,480 tokens.
+Sources of the values:
+- copris: CoPRIS, arXiv 2511.05589, and its authors' script (777pomingzi/CoPRIS,
+  CoPRIS_scripts/run_CoPRIS.sh).
+- pipeline_rl: PipelineRL, arXiv 2509.19128.
+- prime_rl: PRIME-RL; `aipo_delta` and `aipo_form` are assumed.
+- rapid: the RAPID paper. Its N_step of 32 is assumed to count generations, so an update has 8
+  groups of 4, and the 8 updates of a batch have 64 groups.
+- grpo: DeepSeekMath, arXiv 2402.03300, with the KL term of the GRPO baseline in the RAPID paper.
+- dapo: DAPO, arXiv 2503.14476. Its overlong buffer is 4,096 of 20,480 tokens, a share of 0.2.
+- pg and sft: the baselines of these names in the RAPID paper.
 
-The presets are the five schedules: named combinations of the settings of `ScheduleConfig`.
+Schedule presets are named combinations of the settings of `ScheduleConfig`, one for each of the
+five published schedules.
 
 Invariants
-- A recipe sets a correction only by its preset, so that another preset replaces it completely.
+- A recipe sets `algorithm.correction` only by `preset`. If a user chooses another preset, no
+  setting of the recipe's correction remains.
 """
 
 from collections.abc import Mapping
 from typing import Any, Final
 
-# Synchronous: one version generates a batch, which is trained before the next batch is started.
+# Synchronous schedules: one policy version generates a whole batch. The trainer trains on it before
+# the next batch is started.
 _DRAINED: Final = {
     "refill": "batch",
     "boundary": "drain",
@@ -28,7 +35,8 @@ _DRAINED: Final = {
     "max_async_level": 0,
     "on_stale": "wait",
 }
-# Generation never stops; weights change under running requests.
+# In-flight schedules: generation never stops for the trainer. A weight update changes the weights
+# of running requests.
 _IN_FLIGHT: Final = {
     "refill": "continuous",
     "boundary": "continue",

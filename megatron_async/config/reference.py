@@ -30,14 +30,16 @@ class Setting:
     range: str
     description: str
     source: str = ""
-    """Where the default comes from (recipe or preset); empty if it comes from the model."""
+    """Note on where the default comes from, such as ` (the recipe's)`; empty if it is the default
+    in the settings class."""
 
     @property
     def section(self) -> str:
         return self.name.rpartition(".")[0]
 
     def value_in(self, settings: dict[str, Any]) -> Any:
-        """Return the value of the setting in a dumped configuration."""
+        """Return the value of this setting in `settings`, the nested mapping of a whole
+        configuration."""
         value: Any = settings
         for part in self.name.split("."):
             value = value[part]
@@ -46,8 +48,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Section:
-    """The settings of one section. `of_items` is true for settings of list or mapping elements
-    (`name[]`)."""
+    """The settings of one section, such as `engines`.
+
+    `of_items` is true if the section describes the elements of a list or mapping of settings; its
+    name then ends with `[]`.
+    """
 
     name: str
     description: str
@@ -82,10 +87,11 @@ def all_sections() -> tuple[Section, ...]:
 
 
 def sections_with(defaults: dict[str, Any]) -> tuple[Section, ...]:
-    """Return all sections, also those of a simulation, with the defaults in the dumped
-    configuration `defaults`.
+    """Return all sections of a run and a simulation, with other defaults for the settings of a run.
 
-    Defaults that differ from the model's name their source, the recipe or preset.
+    Args:
+        defaults: A whole configuration as a nested mapping, from which the defaults are taken. A
+            default that differs from the one in the settings class gets a note about its source.
     """
 
     def given(setting: Setting) -> Setting:
@@ -103,7 +109,14 @@ def sections_with(defaults: dict[str, Any]) -> tuple[Section, ...]:
 def sections_of(
     model: type[BaseModel], name: str = "", of_items: bool = False
 ) -> Iterator[Section]:
-    """Return the section of a settings model and all sections below it."""
+    """Return the section of a settings class and the sections of all settings classes that it
+    contains.
+
+    Args:
+        model: The settings class.
+        name: Dotted name of the section.
+        of_items: Whether the section describes elements of a list or mapping.
+    """
     prefix = f"{name}." if name else ""
     settings: list[Setting] = []
     below: list[Section] = []
@@ -127,7 +140,8 @@ def _is_model(annotation: Any) -> TypeGuard[type[BaseModel]]:
 
 
 def type_text(annotation: Any) -> str:
-    """Return a readable name of a type, for example `int or auto`, `sync | rapid | ...`."""
+    """Return a readable name of a setting's type, for example `int or auto` or `sync | rapid |
+    ...`."""
     arguments = get_args(annotation)
     if get_origin(annotation) is Annotated:
         limits = (_limit(limit) for field in arguments[1:] for limit in field.metadata)
@@ -160,15 +174,15 @@ def _default(field: Any) -> str:
 
 
 def shown_value(value: Any) -> str:
-    """Return a value as it is written in YAML."""
+    """Return the text of a value as it is written in YAML, for example `none` instead of None."""
     if value is None or isinstance(value, bool):
         return {None: "none", True: "true", False: "false"}[value]
     return '""' if value == "" else str(value)
 
 
 def did_you_mean(unknown: str) -> str:
-    """Return `; did you mean a.b or c.b?` for a name that is similar to others, otherwise an empty
-    string."""
+    """Return `; did you mean a.b or c.b?` with the settings whose names are similar to `unknown`;
+    return an empty string if there are none."""
     settings = list(all_settings())
     if unknown.startswith("simulate"):
         settings += [setting for part in simulation_sections() for setting in part.settings]

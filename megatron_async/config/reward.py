@@ -11,17 +11,19 @@ from megatron_async.runtime.import_path import is_import_path
 
 BUILT_IN: Final = ("task", "exact", "regex", "math", "code", "command", "http", "judge")
 ASYNCHRONOUS: Final = ("http", "judge")
-"""Built-in rewards that wait for a network, hundreds at once in one process."""
+"""Built-in rewards that wait for the reply of a network service; one process runs hundreds of their
+scores at once."""
 
 BATCH_METRICS: Final = frozenset(
     {"mean", "std", "standard_error", "min", "max", "uninformative_groups"}
 )
-"""Names of metrics under `reward/` that describe the total reward; no component of a reward may use
-one."""
+"""Names of the metrics `reward/NAME` that describe the sum of all rewards. If there are several
+rewards, none of them may have such a name, because its own metric has the same form."""
 
 
 class RewardConfig(Settings):
-    """One reward. `reward:` takes one (its name is sufficient) or a list of them."""
+    """One reward. Setting `reward` is one reward or a list of rewards; `NAME` is short for `{name:
+    NAME}`."""
 
     name: str = Field(
         description="Your own function or class (package.module:name or file.py:name), or one "
@@ -59,16 +61,17 @@ class RewardConfig(Settings):
 
 
 class SandboxConfig(Settings):
-    """Limits of a program that is part of a response (rewards `code` and `command`)."""
+    """Limits of a program that a reward runs because it is part of a response (rewards `code` and
+    `command`)."""
 
     required: bool = False
-    """Whether the run refuses to start if namespaces are not available (no network, own file
-    system, own processes). With false it continues with the remaining limits and logs which are
-    missing."""
+    """Whether the run refuses to start if Linux namespaces are not available, which isolate the
+    program from the network, the file system and other processes. With false, programs run with the
+    limits that are available, and the missing ones are logged."""
     memory_mib: int = Field(1024, ge=16)
     """Memory of one process, and of all processes together, in MiB."""
     disk_mib: int = Field(64, ge=1)
-    """Size of the program's directory and /tmp, in MiB; they are in memory."""
+    """Size of the program's directory and /tmp, in MiB. Both are in memory."""
     processes: int = Field(32, ge=2)
     """Largest number of processes and threads at once."""
     readable: list[str] = Field(default_factory=list)
@@ -93,13 +96,14 @@ class ScorerSettings(Settings):
     rewards: list[RewardConfig] = Field(default_factory=list)
     """Rewards; empty = the task's own scorer."""
     scoring: ScoringConfig = ScoringConfig()
-    """Limits."""
+    """Limits of scorer processes."""
     logs: str = ""
     """Directory of the scorers' logs; empty = standard error."""
 
     @property
     def parts(self) -> list[RewardConfig]:
-        """The rewards whose weighted scores are added up, at least one."""
+        """The rewards whose weighted scores are added up; without `rewards`, only the task's own
+        scorer."""
         return self.rewards or [RewardConfig.model_validate({"name": "task"})]
 
     def logging_to(self, directory: Path) -> "ScorerSettings":
@@ -112,12 +116,16 @@ class ScorerSettings(Settings):
         return any(part.group for part in self.parts)
 
     def limit_seconds(self, part: RewardConfig) -> float:
-        """Return the time limit of one score of the reward `part`, in seconds."""
+        """Return the time limit of one score by the reward `part`, in seconds."""
         return part.timeout_seconds or self.task.scorer_timeout_seconds
 
 
 def listed(value: Any) -> Any:
-    """Convert a name, a mapping, or a list of either to a list of mappings."""
+    """Convert the short forms of a list of settings to a list of mappings.
+
+    A single name or mapping becomes a list of one; a name in the list becomes `{name: NAME}`. Any
+    other value is returned unchanged, to be refused by pydantic.
+    """
     if isinstance(value, str | dict):
         value = [value]
     if isinstance(value, list):
@@ -126,15 +134,16 @@ def listed(value: Any) -> Any:
 
 
 def named(value: Any) -> Any:
-    """Convert a name to a mapping with this name; return anything else unchanged."""
+    """Convert a text NAME to the mapping `{name: NAME}`; return anything else unchanged."""
     return {"name": value} if isinstance(value, str) else value
 
 
 def check_labels(rewards: list[RewardConfig]) -> None:
-    """Check that the metrics of several rewards have different names.
+    """Check that each reward has its own name in metrics.
 
     Raises:
-        ValueError: If two rewards have the same name, or one has the name of a metric.
+        ValueError: If two rewards have the same name, or if one of several rewards has a name in
+            `BATCH_METRICS`.
     """
     labels = [reward.display_name for reward in rewards]
     for label in labels:

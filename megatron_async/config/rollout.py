@@ -20,32 +20,35 @@ class TaskConfig(DataConfig):
     """Settings of the task: where prompts come from, and how responses are scored."""
 
     answer_marker: str = ""
-    """Mark before the answer; the answer is the text after its last occurrence. Empty = the last
-    `<answer>...</answer>`, otherwise the last \\boxed{...}, otherwise the text after `</think>`."""
+    """Mark before the answer: the answer is the text after the mark's last occurrence. Empty = no
+    mark; the answer is then the last `<answer>...</answer>`, otherwise the last \\boxed{...},
+    otherwise the text after `</think>`."""
     full_score_only: bool = True
-    """Whether the reward is 1 for the scorer's full score and 0 otherwise; false = the scorer's own
-    score."""
+    """Whether the reward is 1 if the task's scorer gives the full score, and 0 otherwise. With
+    false, the reward is the scorer's score itself."""
     scorer_timeout_seconds: float = Field(10.0, gt=0)
     """Time limit of one score, in seconds."""
     on_scorer_timeout: Literal["zero", "regenerate", "drop"] = "zero"
-    """Treatment of a response whose score exceeds its limit, or whose scorer process died twice.
-    `zero`: reward 0. `regenerate`: the response is generated again while its group waits
-    (schedule.max_regenerations). `drop`: its group is dropped."""
+    """Treatment of a response whose score takes longer than its time limit, or whose scorer process
+    died twice. `zero`: reward 0. `regenerate`: the response is generated again while its group
+    waits (schedule.max_regenerations). `drop`: its group is dropped."""
     scorer_workers: int = Field(8, ge=1)
-    """Largest number of scorer processes; as many run as their queue needs."""
+    """Largest number of scorer processes. Processes are added and removed with the length of the
+    queue."""
 
 
 class SamplingConfig(Settings):
     """Sampling of training rollouts."""
 
     temperature: float = 1.0
-    """Sampling temperature, 0.01 to 100. Log-probs are at this temperature."""
+    """Sampling temperature, 0.01 to 100. Engines and trainer compute log-probs at this
+    temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling: smallest total probability of the tokens to sample from; below 1 it biases
-    the behavior policy."""
+    """Nucleus sampling: smallest total probability of the tokens to sample from. Below 1, engines
+    sample from another distribution than the log-probs describe (allow_biased_behavior)."""
     top_k: int = -1
-    """Number of most probable tokens to sample from; -1 = all. Other values bias the behavior
-    policy."""
+    """Number of most probable tokens to sample from; -1 = all. With other values, engines sample
+    from another distribution than the log-probs describe (allow_biased_behavior)."""
     max_new_tokens: int = Field(1024, ge=1)
     """Longest response, in tokens."""
     allow_biased_behavior: bool = False
@@ -82,7 +85,8 @@ class SimulatedEngineConfig(Settings):
     """Behavior of `engines.kind: simulated`, which runs no model."""
 
     mean_length: int = Field(64, ge=1)
-    """Mean length of a response, in tokens: it ends at each token with probability 1 / this."""
+    """Mean length of a response, in tokens. The response ends after each token with probability 1 /
+    mean_length."""
     step_seconds: float = Field(0.005, ge=0)
     """Duration of a decode step, in seconds."""
     seconds_per_request: float = Field(0.0, ge=0)
@@ -99,11 +103,12 @@ class EngineConfig(Settings):
     simulated: SimulatedEngineConfig = SimulatedEngineConfig()
     """Tokens and speed of `kind: simulated`."""
     placement: Literal["disaggregated", "colocated"] = "disaggregated"
-    """Devices of the engines: their own (`disaggregated`), or those of the trainer (`colocated`).
-    Colocated, generation and training alternate, and each releases its memory for the other."""
+    """Devices of the engines: separate ones (`disaggregated`), or those of the trainer
+    (`colocated`). If they are colocated, generation and training alternate, and each releases its
+    GPU memory before the other starts."""
     quantization: Literal["none", "fp8"] = "none"
-    """Precision of the engines' linear layers. `fp8`: weights are sent in blocks of 128 x 128 with
-    a scale."""
+    """Precision of the engines' linear layers. `fp8`: the trainer sends these weights in FP8, with
+    a scale for each block of 128 x 128."""
     count: int = Field(1, ge=1)
     """Number of inference engines."""
     tensor: int = Field(1, ge=1)
@@ -119,19 +124,21 @@ class EngineConfig(Settings):
     """Largest number of requests in one decode batch; none = no limit."""
     cuda_graph_batch: int | None = Field(None, ge=1)
     """Largest decode batch that runs from a CUDA graph, in requests; larger batches run without a
-    graph. none = SGLang derives it from the memory. If it is not set, it is schedule.concurrency /
-    engines on GPUs."""
+    graph. none = SGLang derives it from the memory. If it is not set and engines run on GPUs, it is
+    schedule.concurrency divided by the number of engines."""
     context_length: int | None = None
-    """Longest prompt and response together, in tokens; none = the model's context."""
+    """Largest total length of a prompt and its response, in tokens; none = the model's context
+    length."""
     stream_interval: int = Field(64, ge=1)
-    """Number of tokens of a response that an engine reports at once (a chunk)."""
+    """Number of tokens of a response that an engine generates between two reports to the manager.
+    The tokens of a report are called a chunk."""
     nvls: bool | None = None
-    """Whether NCCL uses NVLink SHARP, in trainer ranks and engines alike, if the GPUs have it:
-    faster sums inside a node, more memory for each communicator. If it is not set, it is on unless
-    engines are colocated."""
+    """Whether NCCL uses NVLink SHARP in trainer ranks and engines, if the GPUs have it. It makes
+    sums inside a node faster, but each communicator needs more memory. If it is not set, it is used
+    unless engines are colocated."""
     extra_args: list[str] = Field(default_factory=list)
-    """Further SGLang arguments. Arguments that have a setting here, or with which log-probs would
-    differ from what is sampled, are refused."""
+    """Further SGLang arguments. An argument is refused if a setting exists for it, or if log-probs
+    would then describe another distribution than the engine samples from."""
     host: str = "127.0.0.1"
     """Address that servers bind to; `node` = the address of each server's own node."""
     api_key: str = ""
@@ -148,29 +155,37 @@ class EngineConfig(Settings):
 
     @property
     def health_interval_seconds(self) -> float:
-        """Seconds between two health checks. A hung engine is only detected by a check."""
+        """Seconds between two health checks of an engine. Only a health check detects that an
+        engine hangs."""
         return min(5.0, self.hang_timeout_seconds / 24)
 
     @property
     def silence_seconds(self) -> float:
-        """Longest silence of one response while its engine works and has no queue, in seconds.
+        """Longest time without a new token of one response, in seconds, while its engine generates
+        others and has no queue.
 
-        It is well above `hang_timeout_seconds`, because otherwise a hung engine would look like
-        many lost responses. A response that is silent for longer is aborted and resumed.
+        After this time the response counts as lost: its request is aborted and resumed. The limit
+        is five times `hang_timeout_seconds`, so that an engine which hangs is detected as such,
+        before all its responses count as lost.
         """
         return 5 * self.hang_timeout_seconds
 
     @property
     def uses_nvls(self) -> bool:
-        """Whether NCCL may use NVLink SHARP."""
+        """Whether NCCL may use NVLink SHARP, with the default of `nvls` filled in."""
         return self.placement == "disaggregated" if self.nvls is None else self.nvls
 
     def max_sequence_tokens(self, model_context: int | None) -> int | None:
-        """Return the largest number of tokens of prompt and response that an engine accepts; None
-        if unknown.
+        """Return the largest total number of tokens of a prompt and its response that an engine
+        accepts; None if unknown.
 
-        SGLang reserves one token of its context or cache, and five more of every input. A resumed
-        response is part of the input.
+        It is the smaller one of context length and `max_total_tokens`, minus 6. SGLang keeps one
+        token of both free, and accepts inputs that are at least five tokens shorter still. The
+        latter concerns responses too, because a resumed response is part of the input.
+
+        Args:
+            model_context: Context length of the model, which applies if `context_length` is not
+                set; None if unknown.
         """
         limits = (self.context_length or model_context, self.max_total_tokens)
         known = [limit for limit in limits if limit is not None]
@@ -192,13 +207,14 @@ class WeightsConfig(Settings):
     bucket_mib: int = Field(512, ge=1)
     """Size of one bucket of weights, in MiB."""
     verify: Literal["every", "first", "never"] = "every"
-    """Updates after which engines are verified: checksums, and ratios of tokens that each engine
-    samples."""
+    """Weight updates after which engines are verified. A verification compares checksums of the
+    weights, and the log-probs of tokens that each engine samples with those of the trainer."""
     probe_tolerance: float | None = Field(None, gt=0)
-    """Largest mean |engine - trainer| log-prob of sampled tokens. If it is not set, it is 1e-4 if
-    all compute in float32, and otherwise learned in the first updates (docs/weights.md)."""
+    """Largest accepted mean of |engine's log-prob - trainer's log-prob| over the sampled tokens of
+    a verification. If it is not set, it is 1e-4 if engines and trainer compute in float32;
+    otherwise it is derived from the differences after the first updates (docs/weights.md)."""
     timeout_seconds: float = Field(600.0, gt=0)
-    """Time limit of one whole update, in seconds."""
+    """Time limit of one whole weight update, in seconds."""
 
 
 class StoreConfig(Settings):
@@ -208,7 +224,7 @@ class StoreConfig(Settings):
     """Directory of the database on the rollout manager's node, an absolute path. Empty = the run
     directory if that is on a local disk, otherwise below TMPDIR."""
     compact_after_checkpoints: int = Field(4, ge=1)
-    """Number of checkpoints after which consumed trajectories are exported and removed from the
-    database."""
+    """Number of checkpoints between two compactions of the database. A compaction exports consumed
+    trajectories, on which no restorable checkpoint trains again, and removes them."""
     export: Literal["none", "jsonl"] = "jsonl"
     """Format of exported trajectories; none = they are removed without export."""

@@ -1,4 +1,5 @@
-"""Provides `RunConfig`, all settings of a run, and settings of sub-commands."""
+"""Provides `RunConfig`, which contains all settings of a run, and its sections for checkpoints,
+`sft`, telemetry and measurements."""
 
 import math
 from collections.abc import Mapping
@@ -36,25 +37,26 @@ from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.errors import short_repr
 
 _SFT_STEPS: Final = 200
-_LONGEST_NAME: Final = 200  # A file name may have 255 bytes; the rest is for suffixes.
+_LONGEST_NAME: Final = 200  # A file name may have 255 bytes. The other 55 are for suffixes.
 
 
 class CheckpointConfig(Settings):
-    """Times of checkpoints, and how many are kept."""
+    """When checkpoints are written, how long that may take, and how many are kept."""
 
     every_steps: int = Field(10, ge=1)
     """Number of steps between two checkpoints."""
     keep: int = Field(2, ge=1)
-    """Number of finalized checkpoints that stay on disk."""
+    """Number of the newest complete checkpoints that stay on disk; older ones are deleted."""
     asynchronous: bool = True
     """Whether checkpoints are written while training continues."""
     timeout_seconds: float = Field(1800.0, gt=0)
     """Time limit of writing one checkpoint, in seconds."""
     write_gb_per_s: float = Field(5.0, gt=0)
     """Rate at which the file system reads and writes the data of all nodes together, in 1e9 bytes/s
-    (assumed). The time that a stop needs before Slurm's limit is derived from it."""
+    (assumed). It determines how long before Slurm's time limit the run stops, so that its last
+    checkpoint is complete."""
     export_hf: bool = True
-    """Whether a Hugging Face checkpoint is exported at the end."""
+    """Whether the weights are exported as a Hugging Face checkpoint at the end of the run."""
 
 
 class TeacherConfig(Settings):
@@ -73,26 +75,29 @@ class TeacherConfig(Settings):
     epochs: int = Field(3, ge=1)
     """Number of times that each kept response is trained on."""
     model: str = ""
-    """Name of the model, if the teacher is a service at an address."""
+    """Name of the model in requests to the teacher, if `--from-teacher` is the address of a
+    service."""
     api_key_env: str = ""
-    """Environment variable that contains the key for the address."""
+    """Name of the environment variable that contains the API key of the teacher's service."""
 
 
 class SFTConfig(Settings):
-    """Supervised fine-tuning on worked answers of the task."""
+    """Supervised fine-tuning on worked answers, of the task or from files."""
 
     steps: int | None = Field(None, ge=1)
     """Number of batches, with one optimizer step each. If it is not set, it is derived from
     `epochs`, otherwise 200."""
     epochs: int = Field(0, ge=0)
-    """Number of times that each example is trained on; 0 = as often as `steps` require."""
+    """Number of times that each example is trained on; 0 = the examples are repeated until `steps`
+    is reached."""
     batch_sequences: int = Field(64, ge=1)
     """Number of examples per step."""
     examples: int = Field(20000, ge=1)
-    """Number of different worked answers."""
+    """Number of different worked answers of the task to train on, if it generates them."""
     data: str = ""
-    """File or directory with `prompt` and `response`, or with chat `messages` of which the
-    assistant's are learned; empty = the task's own worked answers."""
+    """File or directory of examples: rows with `prompt` and `response`, or rows with chat
+    `messages`, of which the assistant's messages are trained on. Empty = the task's own worked
+    answers."""
     split: str = ""
     """Split to read from a directory."""
     layout: LAYOUTS = "rows"
@@ -113,7 +118,7 @@ class SFTConfig(Settings):
 
     @property
     def batches(self) -> int:
-        """Number of batches to train on; the learning-rate schedule spans them."""
+        """Number of batches to train on, which is also the length of the learning-rate schedule."""
         if self.epochs:
             return math.ceil(self.epochs * self.examples / self.batch_sequences)
         return self.steps or _SFT_STEPS
@@ -137,28 +142,30 @@ class TrackerConfig(Settings):
 
 
 class TelemetryConfig(Settings):
-    """Records of a run that are written while it runs."""
+    """What a run records and displays while it runs: metrics, scheduler events, progress."""
 
     trackers: Annotated[list[TrackerConfig], BeforeValidator(listed)] = Field(
         default_factory=lambda: [TrackerConfig(name="tensorboard")]
     )
     """Trackers of the run, each as its name or as a mapping; [] = none."""
     record_events: bool = True
-    """Whether events of the scheduler are recorded for `replay`."""
+    """Whether the events that the scheduler receives are recorded, so that command `replay` can
+    check the scheduler's decisions."""
     progress: Literal["auto", "live", "lines", "off"] = "auto"
     """Display of progress on the terminal."""
 
 
 class ExperimentConfig(Settings):
-    """Settings of measurements that make two runs comparable (docs/semantics.md section 6)."""
+    """Settings that remove differences between two runs whose speed is compared (docs/semantics.md
+    section 6)."""
 
     forced_lengths: list[int] = Field(default_factory=list)
-    """Forced response lengths in tokens; trajectory i gets entry i modulo their number. Empty = not
-    forced."""
+    """Response lengths in tokens that are enforced: trajectory number i gets the element with index
+    i % len(forced_lengths). Empty = lengths are not enforced."""
 
 
 class RunConfig(Settings):
-    """A run: `megatron-async train --config FILE`."""
+    """All settings of a run, which `megatron-async train --config FILE` starts."""
 
     name: str = Field("run", min_length=1, max_length=_LONGEST_NAME)
     """Name of the run directory under `root`: at most 200 bytes, printable, without `/`."""
@@ -218,8 +225,8 @@ class RunConfig(Settings):
 
     @property
     def explicit(self) -> Mapping[str, Any]:
-        """Settings that a file, the command line or Python has set; recipes and presets do not
-        replace them."""
+        """The settings that a file, the command line or Python has set, as a nested mapping.
+        Recipes and presets never replace them."""
         return (
             self.model_dump(mode="json", exclude_unset=True)
             if self._explicit is None
@@ -227,7 +234,7 @@ class RunConfig(Settings):
         )
 
     def with_explicit(self, explicit: Mapping[str, Any]) -> Self:
-        """Return the same settings, of which `explicit` count as set explicitly."""
+        """Return a copy whose property `explicit` is `explicit`; the values of settings stay."""
         config = self.model_copy()
         config._explicit = dict(explicit)
         return config
@@ -244,18 +251,20 @@ class RunConfig(Settings):
 
     @property
     def opens_episodes(self) -> bool:
-        """Whether `schedule.open_episodes` applies."""
+        """Whether there are episodes, whose number `schedule.open_episodes` limits. A simulation
+        may have them without an environment."""
         return self.has_episodes
 
     @property
     def player(self) -> EnvironmentConfig | AgentConfig:
-        """Settings of the environment or agent that plays episodes; not `used` if there are
-        none."""
+        """Settings of the agent or environment that plays episodes. If the run has neither, their
+        property `used` is false."""
         return self.agent if self.agent.used else self.environment
 
     @property
     def scores(self) -> bool:
-        """Whether scorers give rewards; without `reward`, an environment or agent gives its own."""
+        """Whether scorer processes compute rewards. They do not if there are episodes and `reward`
+        is not set: the environment or agent then gives the rewards."""
         return bool(self.reward) or not self.has_episodes
 
     @property
@@ -281,7 +290,8 @@ class RunConfig(Settings):
 
     @property
     def resolved_schedule(self) -> ScheduleConfig:
-        """The schedule, with the values that follow from other sections."""
+        """The schedule, with the defaults of `expected_tokens` and `open_episodes` that follow from
+        other sections."""
         schedule, found = self.schedule, {}
         if schedule.expected_tokens is None:
             found["expected_tokens"] = max(1, self.sampling.max_new_tokens // 2)

@@ -2,21 +2,23 @@
 
 A loss assumes that each token was drawn with the log-prob that the engine reports for it, at
 `sampling.temperature`. SGLang has settings, arguments and environment variables that break this
-assumption without an error. They were found in the source of SGLang 0.5.23, which
-tests/config/test_sampling_contract.py compares with these lists.
+assumption without an error. The two lists in this module, of arguments and environment variables,
+were made from the source of SGLang 0.5.23; tests/config/test_sampling_contract.py checks them
+against the installed SGLang.
 
 Invariants
 - A setting or argument that breaks the assumption is refused when the configuration is loaded.
-- Environment variables that break it are not passed to a server. A cause that is in neither list is
-  detected when every engine is verified after an update (docs/weights.md).
+- Environment variables that break the assumption are not passed to a server. A cause that is in
+  neither list is detected when engines are verified after a weight update (docs/weights.md).
 """
 
 import re
 from collections.abc import Mapping, Sequence
 
 # Below 1e-6 SGLang decodes greedily, with log-probs of temperature 1. At somewhat higher
-# temperatures a ratio is still meaningless, because the temperature divides rounding errors of the
-# logits. With float32 engines the largest error of a log-prob is 4e-5 at temperature 0.01.
+# temperatures, ratios of engine and trainer probabilities are still meaningless, because logits are
+# divided by the temperature, which magnifies their rounding errors. At temperature 0.01 and in
+# float32, the largest error of a log-prob is 4e-5, which is small enough.
 MIN_TEMPERATURE = 0.01
 MAX_TEMPERATURE = 100.0
 
@@ -87,11 +89,13 @@ def temperature_fits(temperature: float) -> bool:
 
 
 def check_extra_args(arguments: Sequence[str]) -> None:
-    """Check SGLang arguments. SGLang accepts the beginning of an argument's name, which is checked
-    too.
+    """Check that no SGLang argument in `arguments` is refused.
+
+    SGLang accepts abbreviations of an argument's name, so these are refused too.
 
     Raises:
-        ValueError: If an argument breaks the assumption, or has its own setting.
+        ValueError: If log-probs would not describe the sampled distribution with an argument, or if
+            a setting exists for it.
     """
     for argument in arguments:
         flag = argument.partition("=")[0]
@@ -103,8 +107,8 @@ def check_extra_args(arguments: Sequence[str]) -> None:
 
 
 def without_breaking_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without variables that change the tokens of a server or their
-    log-probs."""
+    """Return `environment` without the variables that would make a server sample from another
+    distribution than its log-probs describe."""
     return {
         name: value
         for name, value in environment.items()

@@ -1,7 +1,7 @@
-"""Settings of the scheduler; every published schedule is a named combination of them.
+"""Settings of the scheduler; each published schedule is one combination of their values.
 
-`preset` only supplies defaults (see `recipes.py`). Any combination is legal unless `ScheduleConfig`
-refuses it with a message.
+`preset` names such a combination and only supplies defaults (see `config/recipes.py`). Any
+combination is legal unless `ScheduleConfig` refuses it with a message.
 """
 
 from typing import Literal
@@ -23,16 +23,17 @@ class ScheduleConfig(Settings):
     group_size: int = Field(8, ge=1)
     """Number of trajectories for each prompt (N)."""
     concurrency: int | Literal["auto"] = 64
-    """Largest number of requests in flight on all engines (N'), or `auto` (closed loop)."""
+    """Largest number of requests in flight on all engines together (N'). `auto`: the scheduler
+    adapts the number to the KV cache that running requests use."""
     expected_tokens: int | None = Field(None, ge=1)
-    """Number of tokens of a running request, prompt included, that `concurrency: auto` assumes at
-    its start; none = half of sampling.max_new_tokens."""
+    """Mean number of tokens of a running request, prompt included, that `concurrency: auto` assumes
+    until it has measured one; none = half of sampling.max_new_tokens."""
     open_episodes: int | Literal["auto"] | None = None
-    """With `environment` or `agent`, largest number of episodes that were started and have not
-    ended, at least one group's; auto and none = 2 N'. An episode that waits for its environment
-    uses no request."""
+    """With `environment` or `agent`, largest number of episodes that have started and not ended; at
+    least those of one group. auto and none = 2 * concurrency, because an episode that waits for its
+    environment uses no request."""
     refill: Literal["continuous", "batch"] = "continuous"
-    """Replacement of completed trajectories. `continuous`: a new one at every completion. `batch`:
+    """When new trajectories start. `continuous`: one for every trajectory that completes. `batch`:
     only as many as the current batch needs."""
     boundary: Literal["drain", "abort", "continue"] = "abort"
     """Action when a batch is complete. `drain` waits for all running requests, `abort` ends them
@@ -41,13 +42,14 @@ class ScheduleConfig(Settings):
     """Time of a weight update. `boundary`: weights change while no request runs. `in_flight`:
     engines are paused for the transfer, and running requests continue with the new weights."""
     kv: Literal["keep", "recompute"] = "recompute"
-    """KV cache of running requests at an in-flight update: kept, or recomputed with the new
-    weights."""
+    """What happens to the KV cache of running requests at an in-flight update: it is kept, or
+    recomputed with the new weights."""
     updates_per_batch: int = Field(1, ge=1, le=64)
-    """Number of optimizer steps on minibatches of one batch (H or G)."""
+    """Number of minibatches into which a batch is split, with one optimizer step each (H or G in
+    papers)."""
     max_async_level: int | None = Field(None, ge=0)
-    """Staleness bound (k): rollouts of step n come from version max(0, n - k) or newer; none = no
-    bound."""
+    """Staleness bound k: step n trains only tokens of policy version max(0, n - k) or newer; none =
+    no bound."""
     on_stale: Literal["wait", "drop", "restart", "mask"] = "drop"
     """Treatment of trajectories that would exceed the staleness bound. `wait` delays the batch
     until they complete, `drop` drops them, `restart` starts them again, `mask` trains only their
@@ -55,26 +57,27 @@ class ScheduleConfig(Settings):
     buffer_order: Literal["oldest_first", "newest_first", "longest_first"] = "oldest_first"
     """Order in which buffered partial trajectories are resumed."""
     max_waiting_batches: int = Field(2, ge=1)
-    """Number of batches' worth of finished groups that may wait for their scores, for a batch or
-    for the trainer. No new group starts while there are as many."""
+    """Limit on finished groups that wait for their scores, for a batch or for the trainer, in
+    multiples of groups_per_batch. No new group starts while the limit is reached."""
     overflow: Literal["block", "drop_oldest"] = "block"
-    """Treatment of complete groups when finished groups fill `max_waiting_batches`. `block`: all of
-    them are trained, oldest first, before new groups start. `drop_oldest`: the oldest complete
+    """Treatment of complete groups while the limit `max_waiting_batches` is reached. `block`: all
+    of them are trained, oldest first, before new groups start. `drop_oldest`: the oldest complete
     groups beyond the limit are dropped, so that training data stay fresh."""
     max_regenerations: int = Field(2, ge=0)
     """Number of times that a trajectory is generated again after a failure of its scorer
     (task.on_scorer_timeout: regenerate) or environment, before its group is dropped."""
     oversample: float = Field(1.0, ge=1.0, le=8.0)
-    """Number of groups that are started for a batch, as a multiple of B."""
+    """Number of groups that are started for a batch, as a multiple of groups_per_batch."""
     dynamic_sampling: bool = False
     """Whether groups whose rewards are all equal are dropped and replaced (DAPO). The reward of an
-    episode is that of all its turns, also with `credit: turn`."""
+    episode is the sum over all its turns, also with `credit: turn`."""
     overlap: bool = False
     """Whether generation continues while the trainer works on a batch."""
 
     @property
     def in_place(self) -> bool:
-        """Whether weights change under running requests that keep their KV cache."""
+        """Whether a weight update changes the weights of running requests and keeps their KV cache,
+        which older weights have computed."""
         return self.weight_update == "in_flight" and self.kv == "keep"
 
     def check(self) -> None:

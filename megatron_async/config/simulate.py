@@ -1,10 +1,12 @@
-"""Settings of the simulator and the planner; every constant that they assume is a setting here.
+"""Settings of the simulator and the planner. Every constant that they assume is one of these
+settings.
 
-They are the section `simulate` of a simulation file (`SimulationConfig`), which also contains a
-run's settings or names the run's file as its `base:`. A run's file cannot contain them.
+The settings are the section `simulate` of a simulation file (`SimulationConfig`). Such a file also
+contains a run's settings, or names the run's file as its `base:`. The file of a run cannot contain
+this section.
 
 "(assumed)" in a description means that the value comes from no data sheet; `megatron-async
-simulate` prints all of them. Public numbers (peak rates, memory, links, model shapes) are in
+simulate` prints all assumed values. Public numbers (peak rates, memory, links, model shapes) are in
 `megatron_async/simulate/hardware.py` and `models/shape.py` and are selected by name.
 """
 
@@ -19,7 +21,7 @@ GpuName = Literal["A100", "H100", "H800", "H200", "B200", "L40S", "A6000"]
 
 
 class GpuConfig(Settings):
-    """The GPU; values that are not set come from its data sheet."""
+    """The GPU. A value that is none is that of the GPU's data sheet."""
 
     name: GpuName = "H100"
     """Name of the GPU in the table of data sheets."""
@@ -30,43 +32,45 @@ class GpuConfig(Settings):
     memory_tb_per_s: float | None = Field(None, gt=0)
     """Bandwidth of the HBM, in 1e12 bytes/s."""
     nvlink_gb_per_s: float | None = Field(None, gt=0)
-    """Bandwidth to another GPU of the node, in one direction, in 1e9 bytes/s."""
+    """Bandwidth from one GPU to another GPU of its node, in one direction, in 1e9 bytes/s."""
     network_gb_per_s: float | None = Field(None, gt=0)
-    """Bandwidth to another node per GPU, in one direction, in 1e9 bytes/s."""
+    """Bandwidth from one GPU to another node, in one direction, in 1e9 bytes/s."""
     pcie_gb_per_s: float | None = Field(None, gt=0)
-    """Bandwidth to host memory, in one direction, in 1e9 bytes/s."""
+    """Bandwidth from one GPU to host memory, in one direction, in 1e9 bytes/s."""
 
 
 class EfficiencyConfig(Settings):
-    """Shares of peak rates that are reached, and additional costs of each step. All are assumed."""
+    """Assumed shares of peak rates that are reached, and assumed fixed costs of operations."""
 
     memory_bandwidth: float = Field(0.8, gt=0, le=1)
-    """Share of the HBM bandwidth that decoding reaches."""
+    """Share of the HBM's peak bandwidth that decoding reaches."""
     decode_flops: float = Field(0.6, gt=0, le=1)
-    """Share of the peak rate that matrix products of decoding reach."""
+    """Share of the GPU's peak FLOP rate that matrix products of decoding reach."""
     prefill_flops: float = Field(0.5, gt=0, le=1)
-    """Share of the peak rate that prefill reaches."""
+    """Share of the GPU's peak FLOP rate that prefill reaches."""
     training_flops: float = Field(0.35, gt=0, le=1)
-    """Share of the peak rate that forward and backward passes of packed sequences reach."""
+    """Share of the GPU's peak FLOP rate that forward and backward passes of packed sequences
+    reach."""
     links: float = Field(0.7, gt=0, le=1)
-    """Share of the bandwidth that is reached on NVLink, network and PCIe."""
+    """Share of the peak bandwidth of NVLink, network and PCIe that transfers reach."""
     weight_update: float = Field(0.43, gt=0, le=1)
     """Share of the network bandwidth that a whole weight update reaches (measured with gloo between
     two CPU cores: benchmarks/results/weights.md)."""
     collective_latency_seconds: float = Field(10e-6, ge=0)
     """Fixed cost of one all-reduce inside a node, in seconds."""
     decode_overhead_seconds: float = Field(0.003, ge=0)
-    """Launch, sampling and batch bookkeeping of one decode step, in seconds."""
+    """Fixed time of one decode step for kernel launches, sampling and bookkeeping, in seconds."""
     update_overhead_seconds: float = Field(0.3, ge=0)
-    """Optimizer step, gradient norm and logging of one optimizer step, in seconds."""
+    """Fixed time of one optimizer step: parameter update, gradient norm and logging, in seconds."""
     batch_overhead_seconds: float = Field(2.0, ge=0)
-    """Packing, advantages and transfer of one batch, in seconds."""
+    """Fixed time of one batch for its packing, advantages and transfer, in seconds."""
     weight_update_overhead_seconds: float = Field(1.0, ge=0)
-    """Pause, checksums and continuation of one weight update, without the transfer, in seconds."""
+    """Fixed time of one weight update for pausing engines, checksums and continuing, without the
+    transfer, in seconds."""
 
 
 class LengthConfig(Settings):
-    """Response lengths in tokens, before the limit `sampling.max_new_tokens` is applied."""
+    """Distribution of response lengths in tokens, before sampling.max_new_tokens truncates them."""
 
     distribution: Literal["lognormal", "weibull", "uniform", "constant", "file"] = "lognormal"
     """Distribution of lengths. `file`: the empirical distribution of recorded lengths;
@@ -75,7 +79,7 @@ class LengthConfig(Settings):
     """Median of the log-normal distribution, or the constant length, in tokens; none = a quarter of
     sampling.max_new_tokens (assumed)."""
     sigma: float = Field(0.9, gt=0)
-    """Standard deviation of the logarithm of the length."""
+    """Standard deviation of the logarithm of the length, for lognormal."""
     scale: float | None = Field(None, gt=0)
     """Scale (lambda) of the Weibull distribution, in tokens; none = a third of
     sampling.max_new_tokens (assumed). For uniform, the largest length; none =
@@ -85,7 +89,8 @@ class LengthConfig(Settings):
     path: str = ""
     """File with recorded lengths: one per line, a JSON list, or JSONL (docs/simulator.md)."""
     prompt_correlation: float = Field(0.5, ge=0, lt=1)
-    """Correlation of the lengths within a prompt (of their normal scores)."""
+    """Correlation between the lengths of two responses to the same prompt, after the lengths were
+    transformed to normal scores."""
     prompt_tokens: int = Field(200, ge=1)
     """Length of a prompt, in tokens."""
 
@@ -95,25 +100,26 @@ class LengthConfig(Settings):
 
 
 class SimulatedEpisodeConfig(Settings):
-    """Episodes of many turns; `lengths` are then the lengths of one response."""
+    """Episodes of many turns. `simulate.lengths` then describes the response of one turn."""
 
     turns: float | None = Field(None, ge=1)
     """Mean number of turns of an episode; none = no environment."""
     spread: Literal["geometric", "constant"] = "geometric"
     """Distribution of the number of turns."""
     max_turns: int = Field(32, ge=1)
-    """Number of turns after which an episode ends."""
+    """Number of turns after which an episode ends in any case."""
     tool_seconds: float = Field(1.0, ge=0)
     """Median time of one reply of the environment, including the first one, in seconds."""
     tool_sigma: float = Field(0.0, ge=0)
-    """Standard deviation of the logarithm of that time."""
+    """Standard deviation of the logarithm of the time of one reply of the environment."""
     observation_tokens: int = Field(100, ge=1)
-    """Number of tokens that an environment adds in a turn."""
+    """Number of tokens that a reply of the environment adds to the episode."""
 
 
 class SimulatedRewardConfig(Settings):
-    """Rewards; they affect the simulation only through `schedule.dynamic_sampling` and their
-    duration."""
+    """Rewards. They affect the simulation only through the duration of scores and, with
+    `schedule.dynamic_sampling`, through groups that are dropped because all their rewards are
+    equal."""
 
     success_alpha: float = Field(0.5, gt=0)
     """Alpha of the Beta(alpha, beta) distribution of a prompt's success rate."""
@@ -127,20 +133,23 @@ class SimulateConfig(Settings):
     """Settings of `megatron-async simulate` and `plan`, in addition to the run's own."""
 
     model: str = ""
-    """Name of a public model shape (see docs/simulator.md); empty = the shape of model.path."""
+    """Name of a public model whose shape is simulated (docs/simulator.md); empty = the model in
+    model.path."""
     gpu: GpuConfig = GpuConfig()
     """The GPU."""
     gpus: int | None = Field(None, ge=1)
-    """For `plan`, total number of GPUs; none = those of the file's own layout, otherwise one
-    node."""
+    """For `plan`, total number of GPUs of the planned layouts; none = the number in the layout that
+    the file sets or, if it sets none, one node."""
     gpus_per_node: int = Field(8, ge=1)
     """Number of GPUs of a node, which NVLink connects."""
     placement: Literal["disaggregated", "colocated"] = "disaggregated"
-    """GPUs of trainers and engines: separate ones, or all GPUs for each alternately (`colocated`).
-    If it is not set and engines.placement is colocated, it is colocated with `offload`."""
+    """GPUs of trainers and engines: separate GPUs (`disaggregated`), or all GPUs for both, which
+    then alternate (`colocated`). If this is not set and engines.placement is colocated, it is
+    colocated and `offload` is true."""
     offload: bool = False
-    """If colocated, whether the trainer's state leaves its GPUs while engines generate. Otherwise
-    it stays, and the KV cache gets the remaining memory."""
+    """With `placement: colocated`, whether the trainer's state is moved to host memory while
+    engines generate. With false it stays on the GPUs, and the KV cache gets only the remaining
+    memory."""
     lengths: LengthConfig = LengthConfig()
     """Response lengths."""
     episode: SimulatedEpisodeConfig = SimulatedEpisodeConfig()
@@ -150,43 +159,51 @@ class SimulateConfig(Settings):
     efficiency: EfficiencyConfig = EfficiencyConfig()
     """Assumed shares of peak rates, and overheads."""
     cost_model: str = ""
-    """YAML file of `profile-engine`, which replaces the roofline model of the engine."""
+    """YAML file with an engine's measured times, made by `profile-engine`. It replaces the engine's
+    roofline model; empty = the roofline model."""
     engine_memory_share: float = Field(0.85, gt=0, le=1)
-    """Share of the HBM for weights and KV cache of an engine (assumed)."""
+    """Share of a GPU's HBM that an engine uses for its weights and KV cache (assumed)."""
     trainer_memory_share: float = Field(0.8, gt=0, le=1)
-    """Share of a trainer GPU's memory that the estimated peak may use (assumed): the limit of
-    `plan`, and of trainer.recompute if that is not set."""
+    """Share of a trainer GPU's memory that the estimated peak may use (assumed). `plan` rejects
+    layouts that exceed it, and the default of trainer.recompute is chosen so that the run does
+    not."""
     kv_capacity_tokens: int | None = Field(None, ge=1)
-    """Capacity of the KV cache of one engine, in tokens; none = from the memory, or from the cost
-    model."""
+    """Capacity of the KV cache of one engine, in tokens; none = the capacity in `cost_model` or,
+    without one, as many tokens as fit into the memory."""
     admission_reserve_tokens: int = Field(400, ge=0)
-    """Number of free KV tokens per running request that an engine requires to admit another one
-    (assumed: SGLang's new-token ratio near its floor of 0.1, times its limit of 4,096)."""
+    """Number of free KV tokens per running request that an engine requires before it admits another
+    request (assumed). SGLang estimates this reserve as its new-token ratio, at least 0.1, times the
+    remaining tokens of a request, at most 4,096; 0.1 * 4,096 is about 400."""
     retract_steps: int = Field(20, ge=1)
-    """Number of decode steps for which a preemption frees memory (SGLang's value)."""
+    """Number of decode steps for which a preemption frees enough KV cache (SGLang's value). A
+    preemption removes requests from the decode batch when the KV cache is full."""
     training_flops_per_parameter: float = Field(6.0, gt=0)
     """FLOPs per token and parameter: 2 forward and 4 backward."""
     extra_forward_passes: float = Field(0.0, ge=0)
-    """Number of passes without gradient per token: pi_old, reference, RAPID's."""
+    """Number of forward passes without gradient per token, for example one each for pi_old, the
+    reference policy and RAPID's weights."""
     padding: Literal["packed", "batch"] = "packed"
-    """Computed tokens. `packed`: only real tokens, as in this project's trainer. `batch`: every
-    sequence of a generated batch at the length of its longest one, as in TRL, whose microbatches
+    """Tokens that the trainer computes. `packed`: only real tokens, as in this project's trainer.
+    `batch`: every sequence is padded to the longest one of its batch, as in TRL, whose microbatches
     are slices of one padded tensor."""
     trainer_seconds_per_token: float | None = Field(None, gt=0)
-    """Measured time of the trainer per token, in seconds; replaces its roofline model."""
+    """Measured time of the trainer per token, in seconds, which replaces the trainer's roofline
+    model; none = the roofline model."""
     trainer_seconds_per_update: float | None = Field(None, ge=0)
-    """Measured fixed time of an optimizer step, in seconds; replaces the assumed one."""
+    """Measured fixed time of an optimizer step, in seconds; none =
+    efficiency.update_overhead_seconds."""
     weight_update_seconds: float | None = Field(None, ge=0)
-    """Measured pause of one weight update, in seconds; replaces the estimate from bytes and
-    links."""
+    """Measured time for which one weight update pauses engines, in seconds; none = an estimate from
+    the size of the weights and the bandwidths."""
     steps: int = Field(30, ge=1)
     """Number of batches to simulate."""
     warmup_steps: int = Field(5, ge=0)
-    """Number of first batches that results do not include."""
+    """Number of batches at the start that are left out of the results."""
     chunk_tokens: int = Field(2048, ge=1)
-    """Number of decode steps between two reports of running requests' tokens."""
+    """Number of decode steps between two reports of an engine, each of which contains the new
+    tokens of all running requests."""
     load_report_seconds: float = Field(5.0, gt=0)
-    """Virtual time between load reports, in seconds."""
+    """Simulated time between two reports of an engine's load, in seconds."""
 
     def check(self) -> None:
         if self.warmup_steps >= self.steps:
@@ -197,7 +214,8 @@ class SimulateConfig(Settings):
 
 
 class SimulationConfig(RunConfig):
-    """A simulation: `megatron-async simulate --config FILE`, or `plan`."""
+    """All settings of a run and of its simulation, for `megatron-async simulate --config FILE` and
+    `plan`."""
 
     simulate: SimulateConfig = SimulateConfig()
     """The simulated cluster and its assumptions."""
@@ -205,7 +223,8 @@ class SimulationConfig(RunConfig):
     @model_validator(mode="before")
     @classmethod
     def _placement(cls, values: Any) -> Any:
-        """Simulate the placement of the run unless `simulate` sets another one."""
+        """Default `simulate.placement` to colocated, and `simulate.offload` to true, if
+        `engines.placement` is colocated."""
         engines, own = values.get("engines"), values.get("simulate", {})
         shared = isinstance(engines, dict) and engines.get("placement") == "colocated"
         if not shared or not isinstance(own, dict):
@@ -218,9 +237,10 @@ class SimulationConfig(RunConfig):
 
 
 def simulation_of(config: RunConfig) -> SimulationConfig:
-    """Return the simulation of a run with the default assumptions; return a simulation
-    unchanged."""
+    """Return `config` with the section `simulate` at its defaults; return it unchanged if it has
+    this section already."""
     if isinstance(config, SimulationConfig):
         return config
-    # Not checked again, because a start may have derived values that a file must not contain.
+    # The settings are not checked again: the start of a run may have derived values that a check
+    # refuses in a file.
     return SimulationConfig.model_construct(config.model_fields_set, **dict(config))

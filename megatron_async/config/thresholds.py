@@ -1,7 +1,7 @@
 """Parses the threshold notations of the rollout correction.
 
-`2.0` is an upper bound, `"0.5_2.0"` a lower and an upper bound. In YAML write both numbers with a
-decimal point, or quote the value: YAML reads a bare 0.5_2 as the number 0.52.
+`2.0` is an upper bound. `"0.5_2.0"` is a lower and an upper bound. In YAML, write both numbers with
+a decimal point, or quote the value, because YAML reads 0.5_2 without quotes as the number 0.52.
 """
 
 import math
@@ -19,7 +19,12 @@ REJECTION_ALIASES: Final[dict[str, str]] = {"sequence": "seq_sum_k1", "geometric
 
 @dataclass(frozen=True)
 class ParsedRejection:
-    """A rejection rule; its bounds apply to the statistic, which is a logarithm for k1."""
+    """A parsed rejection rule.
+
+    A token passes if the divergence (k1, k2 or k3) at this level lies between `lower` and `upper`.
+    For k1, the bounds are the logarithms of the two numbers in the threshold. For k2 and k3,
+    `lower` is -inf.
+    """
 
     option: str
     level: str
@@ -29,11 +34,14 @@ class ParsedRejection:
 
 
 def parse_weight_threshold(spec: float | str, name: str) -> tuple[float | None, float]:
-    """Parse a threshold of importance weights, a number or a text `low_high` such as `0.5_2`;
-    return the lower bound (None for a single number) and the upper bound.
+    """Parse a threshold of importance weights.
 
     Args:
+        spec: A number, the upper bound, or a text `low_high` such as `0.5_2` with both bounds.
         name: Name of the setting, for error messages.
+
+    Returns:
+        The lower bound (None for a single number) and the upper bound.
 
     Raises:
         ValueError: If a bound is not a positive number, or the lower one exceeds the upper one.
@@ -52,11 +60,10 @@ def parse_weight_threshold(spec: float | str, name: str) -> tuple[float | None, 
 
 
 def parse_rejection(options: str, thresholds: float | str) -> tuple[ParsedRejection, ...]:
-    """Parse comma-separated rejection rules and their thresholds (one for all rules, or one for
-    each).
+    """Parse comma-separated rejection rules and their comma-separated thresholds.
 
-    Duplicate rules count once, before thresholds are assigned to them. One number u for a k1 rule
-    means 1/u_u.
+    There is one threshold for all rules, or one for each rule after duplicate rules were removed.
+    For a k1 rule, a single number u means the bounds 1 / u and u.
 
     Raises:
         ValueError: If a rule or a threshold is invalid.
