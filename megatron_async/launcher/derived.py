@@ -6,9 +6,10 @@ recipe, preset or command line) with values for the machine that the run will us
 
 Invariants
 - A setting that the user has set is never changed.
-- On a CPU nothing changes, because the defaults are for a CPU.
+- If engines run on the CPU, only `task.scorer_workers` can change, because the other defaults suit
+  a CPU.
 - `derive` is pure: the same configuration and machine give the same result. A run stores the
-  derived settings in its config.yaml, so resuming it on another machine changes nothing.
+  derived settings in its config.yaml, and a resume uses the stored ones, also on another machine.
 """
 
 import math
@@ -39,11 +40,10 @@ _SET: Final = "set by a file, the command line, the recipe or the preset"
 
 @dataclass(frozen=True)
 class Machine:
-    """Hardware of a run's nodes, which are assumed to be alike, and the number of nodes that run
-    engines.
+    """Hardware on which a run will run. All of its nodes are assumed to have the same hardware.
 
     Attributes:
-        device: Kind of device that the engines use.
+        device: Kind of device on which the engines run.
         gpu: Name of the GPU in the simulator's table of data sheets (`DATA_SHEETS`); None for a CPU
             or a GPU that is not in the table.
         memory_bytes: Memory of one GPU.
@@ -59,16 +59,16 @@ class Machine:
 
     @classmethod
     def here(cls, config: RunConfig) -> "Machine":
-        """Return the hardware of this machine, with the device that the engines of `config` would
-        use: a GPU or the CPU."""
+        """Return the hardware of this machine. `device` is the kind that `engines.device` of
+        `config` selects on it."""
         from megatron_async.engines.sglang.process import resolve_device
 
         cores = os.cpu_count()
         if resolve_device(config.engines) == "cpu":
             return cls("cpu", cores=cores)
         if not sees_gpu():
-            # engines.device requires a GPU that this machine lacks. A later check reports that;
-            # until then, assume any GPU.
+            # engines.device requires a GPU, but this machine has none. A later check refuses the
+            # run. Until then, the GPU of the default settings of `simulate` is assumed.
             return replace(cls.of_nodes(1, 1), cores=cores)
         import torch
 
@@ -77,8 +77,13 @@ class Machine:
 
     @classmethod
     def of_nodes(cls, gpus: int, engine_nodes: int, gpu: GpuConfig = _ANY_GPU) -> "Machine":
-        """Return the hardware of another node with `gpus` GPUs of this kind; 0 means a node without
-        GPUs."""
+        """Return the hardware of nodes that are not this machine.
+
+        Args:
+            gpus: Number of GPUs of a node; 0 means that engines run on the CPU.
+            engine_nodes: Number of nodes that run engines.
+            gpu: The kind of GPU.
+        """
         if not gpus:
             return cls("cpu", engine_nodes=engine_nodes)
         return cls("cuda", gpu.name, gpu_of(gpu).memory, engine_nodes=engine_nodes)
@@ -93,8 +98,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class Derived:
-    """A derived setting with its value and the reason; `changed` is whether it differs from the
-    default."""
+    """One setting that has a rule in `_RULES`, after derivation.
+
+    Attributes:
+        name: Dotted name of the setting.
+        value: The derived value, or the value that the user has set.
+        reason: Why it has this value, for messages.
+        changed: Whether a derived value replaced the default.
+    """
 
     name: str
     value: Any
@@ -108,25 +119,31 @@ class Derived:
 
 @dataclass(frozen=True)
 class DerivedRun:
-    """A run's configuration after derivation, and all settings with a rule, including those that
-    were set."""
+    """Result of `derive`.
+
+    Attributes:
+        config: The run's configuration with derived values.
+        settings: All settings that have a rule in `_RULES`, including those that the user has set.
+    """
 
     config: RunConfig
     settings: tuple[Derived, ...]
 
     def lines(self) -> list[str]:
-        """Return one line for each derived setting."""
+        """Return one line for each setting in `settings`."""
         return [str(setting) for setting in self.settings]
 
     def changes(self) -> list[str]:
-        """Return one line for each derived setting that differs from its default."""
+        """Return one line for each setting whose default was replaced."""
         return [str(setting) for setting in self.settings if setting.changed]
 
 
 def derive(config: RunConfig, machine: Machine) -> DerivedRun:
-    """Replace the settings of `config` that nobody has set with values that suit `machine`."""
+    """Derive each setting in `_RULES` that no file, recipe, preset or command line has set from
+    `machine` and the other settings."""
     found: list[Derived] = []
-    for name, rule in _RULES.items():  # in this order, because later rules read earlier results
+    # Later rules read the results of earlier ones, so the order of `_RULES` matters.
+    for name, rule in _RULES.items():
         section, field = name.split(".")
         settings = getattr(config, section)
         value = getattr(settings, field)
@@ -239,8 +256,8 @@ _RULES: Final[dict[str, _Rule]] = {
 
 
 def layout_lines(config: RunConfig, machine: Machine) -> list[str]:
-    """Return lines that describe layout, GPUs, batch and memory, to be checked before a job is
-    queued."""
+    """Return lines that describe layout, GPUs, batch and estimated memory. The user should read
+    them before a job is queued."""
     parallel, engines, schedule = config.parallel, config.engines, config.schedule
     units = "GPUs" if machine.device == "cuda" else "ranks"
     lines = [
@@ -261,10 +278,11 @@ def layout_lines(config: RunConfig, machine: Machine) -> list[str]:
 
 
 def check_memory(config: RunConfig, machine: Machine) -> None:
-    """Raise UserError if weights and optimizer state alone exceed a GPU, or SGLang's share is too
-    large.
+    """Raise UserError if a run on GPUs cannot fit into their memory.
 
-    Estimates, such as the memory of activations, never cause a refusal.
+    It is refused if a trainer's weights and optimizer state exceed a GPU, if an engine's weights
+    do, or if SGLang's share of the memory leaves too little for a weight update. What can only be
+    estimated, such as the memory of activations, never causes a refusal.
     """
     if machine.device == "cpu":
         return
@@ -288,8 +306,9 @@ def _check_fits(needed: float, layout: str, remedy: str, machine: Machine) -> No
 
     Args:
         needed: Bytes that are needed.
-        layout: What needs them, with the setting that determines the size.
-        remedy: The settings to raise.
+        layout: Beginning of the message: the settings that determine the size, and what needs the
+            bytes, for example `engines.tensor 1: an engine's weights`.
+        remedy: The settings that the message advises to raise.
         machine: The node that the run uses.
     """
     if needed > machine.memory_bytes:
@@ -300,8 +319,8 @@ def _check_fits(needed: float, layout: str, remedy: str, machine: Machine) -> No
 
 
 def _check_engine_share(config: RunConfig, machine: Machine) -> None:
-    """Raise UserError if SGLang's memory share, where it is set, leaves too little for a weight
-    update."""
+    """Raise UserError if `engines.extra_args` sets SGLang's share of the GPU memory
+    (--mem-fraction-static) and the rest is too small for a weight update."""
     arguments = [word for text in config.engines.extra_args for word in text.split("=", 1)]
     if _SHARE not in arguments[:-1]:
         return
@@ -348,7 +367,7 @@ def _engine_weights(config: RunConfig, shape: ModelShape) -> float:
 
 
 def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> list[str]:
-    """Return lines on the estimated memory of a trainer GPU and of an engine GPU."""
+    """Return two lines: the estimated memory of a trainer GPU and that of an engine GPU."""
     simulation, weights = modeled(config, machine), _engine_weights(config, shape)
     trainer, share = memory_of_trainer(simulation, shape), simulation.simulate.engine_memory_share
     update = _update_bytes(config)
@@ -371,7 +390,7 @@ def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> lis
 
 
 def modeled(config: RunConfig, machine: Machine) -> SimulationConfig:
-    """Return the settings with which the simulator models this run on this machine."""
+    """Return the settings of a simulation of the run `config` on `machine`."""
     simulation, placement = simulation_of(config), config.engines.placement
     gpu = simulation.simulate.gpu
     changes = {"name": machine.gpu or gpu.name, "memory_gb": machine.memory_bytes / _GB}
@@ -380,6 +399,6 @@ def modeled(config: RunConfig, machine: Machine) -> SimulationConfig:
 
 
 def _sheet_of(device_name: str) -> GpuName | None:
-    """Return the name of the data sheet for a device name as CUDA reports it; None if there is
-    none."""
+    """Return the name of the GPU in `DATA_SHEETS` that is part of `device_name`, the name that CUDA
+    reports; None if no name is."""
     return next((name for name in DATA_SHEETS if name in device_name), None)

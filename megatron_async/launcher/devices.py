@@ -1,9 +1,10 @@
-"""Divides one machine's GPUs between trainer and engines, and decides whether Ray is used there.
+"""Divides one machine's GPUs between trainer and engines, and decides whether the run uses Ray.
 
-A process backend assigns the GPUs that it was opened with, and torchrun's ranks count from the
-first GPU that they see. Without a split both would start with the same GPU.
+Engines get the GPUs with which the process backend was opened, and trainer rank i uses GPU i of
+those that it sees. If both saw all GPUs, both would use the first one.
 
-Functions here start and write nothing, so commands call them before they create a run directory.
+The functions of this module start no process and write no file, so commands call them before they
+create a run directory.
 """
 
 import importlib.util
@@ -18,13 +19,15 @@ from megatron_async.errors import UserError
 from megatron_async.process_backends.local import visible_gpus
 from megatron_async.runtime.gpus import sees_gpu
 
-# Environment variable of Ray: the address of a running cluster.
+# Ray's environment variable with the address of a running cluster.
 RUNNING_RAY_VARIABLE: Final = "RAY_ADDRESS"
 
 
 def uses_ray(config: RunConfig) -> bool:
-    """Return whether a run on one machine uses Ray: `cluster` is ray, or auto while RAY_ADDRESS is
-    set."""
+    """Return whether a run on one machine uses Ray.
+
+    It does if setting `cluster` is ray, or if it is auto and the environment has RAY_ADDRESS.
+    """
     running = bool(os.environ.get(RUNNING_RAY_VARIABLE))
     return config.cluster == "ray" or (config.cluster == "auto" and running)
 
@@ -48,20 +51,23 @@ def running_ray(config: RunConfig) -> str | None:
 
 @dataclass(frozen=True)
 class DeviceSplit:
-    """CUDA_VISIBLE_DEVICES of trainers and of engines; both None if the GPUs are not divided."""
+    """Values of CUDA_VISIBLE_DEVICES for the trainer ranks and for the engines. Both are None if
+    the GPUs are not divided."""
 
     trainers: str | None = None
     engines: str | None = None
 
 
 def split_devices(gpus: Sequence[str], config: RunConfig) -> DeviceSplit:
-    """Assign the first of `gpus` to the trainer's ranks and the next to the engines.
+    """Assign the first of `gpus` to the trainer's ranks and the following ones to the engines.
 
-    GPUs are not divided if the two are meant to share them (`engines.placement: colocated`), or if
-    there are too few and weights are sent through files; both then use the first GPUs.
+    The GPUs are not divided in two cases. With `engines.placement: colocated`, trainer and engines
+    are meant to share them. If there are fewer GPUs than ranks and engines need, and weights are
+    sent through files, ranks and engines also share the first GPUs.
 
     Raises:
-        UserError: The settings cannot work on these GPUs.
+        UserError: There are too few GPUs for the ranks, or for ranks and engines with
+            `weights.transport: distributed`; or the transport needs shared GPUs.
     """
     check_sharing(config)
     ranks, for_engines = config.parallel.ranks, config.engines.count * config.engines.tensor
@@ -85,7 +91,7 @@ def check_ranks(gpus: int, config: RunConfig, source: str = "this machine has") 
     Args:
         gpus: GPUs of the node.
         config: The run's settings.
-        source: Where that number comes from, ending with a verb, for the message.
+        source: Subject and verb that the message puts before the number of GPUs.
     """
     needed = config.parallel.ranks // config.parallel.nodes
     if needed > gpus:
@@ -107,8 +113,8 @@ def check_sharing(config: RunConfig) -> None:
 
 
 def check_trainer_here(config: RunConfig) -> None:
-    """Raise UserError if this machine has GPUs, but fewer than its trainer ranks (which always use
-    CUDA)."""
+    """Raise UserError if this machine has GPUs, but fewer than trainer ranks. Ranks use GPUs if
+    there are any."""
     if sees_gpu():
         check_ranks(len(visible_gpus()), config)
 
@@ -120,7 +126,7 @@ def split_of_this_machine(config: RunConfig) -> DeviceSplit:
     which assigns its own GPUs.
 
     Raises:
-        UserError: The settings cannot work on these GPUs, or Ray is missing.
+        UserError: There are too few GPUs for these settings, or Ray is needed and not installed.
     """
     check_ray(config)
     check_trainer_here(config)

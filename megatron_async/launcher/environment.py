@@ -1,13 +1,13 @@
 """Environment variables of a run's processes, for every way of starting them.
 
 Each function takes the environment of the starting process and returns the variables that the new
-process gets in addition. `train`, `sft`, Slurm scripts and manual starts all use them. A site's own
-setup (modules, proxies, paths) belongs in the script that MEGATRON_ASYNC_SETUP names. Variables
-that all roles must share are in `engines.nodes`; those of an engine's server are in
-`engines.sglang.process.server_environment`.
+process gets in addition. `train`, `sft`, Slurm scripts and manual starts all use them. What a
+cluster needs in addition (modules, proxies, paths) belongs in the script whose path is in
+MEGATRON_ASYNC_SETUP. Variables that all roles must share are in `engines.nodes`; those of an
+engine's server are in `engines.sglang.process.server_environment`.
 
 Invariants
-- A variable that the user has set is kept, unless the run would be wrong with it.
+- A variable that the user has set is kept, unless the run cannot work with its value.
 """
 
 from collections.abc import Mapping
@@ -30,31 +30,35 @@ _TRAINER_DEFAULTS: Final = {
     # By default, each rank would start one thread per core, so that the ranks of a machine would
     # compete with each other and with the engines.
     "OMP_NUM_THREADS": "1",
-    # Tensor parallelism overlaps communication with computation only if there is one hardware
-    # queue.
+    # With several hardware queues, the GPU may start kernels in another order than they were
+    # launched, and tensor parallelism then does not overlap communication with computation.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
-# Without this, sequences of changing length fragment the memory.
+# Setting of torch's CUDA allocator. Without it, the changing lengths of sequences fragment the GPU
+# memory.
 _ALLOCATOR: Final = "expandable_segments:True"
-# By default, torchrun's ranks connect through one key-value store for all attempts, in which a
-# restarted rank finds the addresses of dead ranks. A prefix with the attempt's number would not
-# help, because the agents of several nodes count attempts differently.
+# By default, torchrun's ranks exchange their addresses through one key-value store for all
+# attempts, so after a restart a rank finds the addresses of dead ranks. With this variable, each
+# attempt has its own store. Keys with the attempt's number would not help, because the torchrun
+# agents of several nodes may count attempts differently.
 _TRAINER_FIXED: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 _RAY_NODE: Final = {
-    # The node's processes have already ended, so waiting 30 seconds for them is useless.
+    # When a Ray node is stopped, the run's processes on it have already ended, so Ray need not wait
+    # 30 seconds for them.
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-    # By default, Ray's workers, and so the engines, run at a lower priority than other processes.
+    # By default, Ray's workers, which include the engines, run at a lower priority than other
+    # processes.
     "RAY_worker_niceness": "0",
-    # Ports of Ray's own metrics: any free ports instead of two fixed ones.
+    # Use any free ports for Ray's own metrics. The two default ports may be in use.
     "AUTOSCALER_METRIC_PORT": "0",
     "DASHBOARD_METRIC_PORT": "0",
 }
 
 
 def ray_node_environment(base: Mapping[str, str], *, nvls: bool) -> dict[str, str]:
-    """Return the variables of a Ray node of a launch over several nodes; manager and engines
-    inherit them.
+    """Return the variables that `ray start` gets on a node of a launch over several nodes. The
+    rollout manager and the engines are started by Ray and inherit them.
 
     Args:
         base: Environment of this process.
@@ -79,13 +83,14 @@ def trainer_environment(
     Args:
         base: Environment of this process.
         one_machine: Whether all ranks and engines are on this machine.
-        nvls: Whether NCCL may use NVLink SHARP; must equal the engines' setting.
+        nvls: Whether NCCL may use NVLink SHARP; must be equal for ranks and engines.
         backend: Address of the process backend that runs the rollout side.
         stop_file: File whose existence asks the run to stop.
-        gpus: Value of CUDA_VISIBLE_DEVICES; None to keep that of `base`.
-        hands_memory_to_engines: Whether engines open CUDA memory of the ranks to receive weights,
-            which does not work with expandable segments.
-        first_lineage: Number of the first lineage of this launch.
+        gpus: Value of CUDA_VISIBLE_DEVICES; None to keep the value in `base`.
+        hands_memory_to_engines: Whether engines receive weights by opening the CUDA memory of
+            ranks. This does not work if torch allocates memory as expandable segments.
+        first_lineage: Number of the first lineage of this launch. Every start or restart of the
+            trainer ranks creates a new lineage, with the next number.
     """
     added = {name: value for name, value in _TRAINER_DEFAULTS.items() if name not in base}
     if hands_memory_to_engines:
@@ -102,9 +107,13 @@ def trainer_environment(
 
 
 def allocator_notices(config: RunConfig, device: str, base: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a notice for each variable of `base` that a run on shared GPUs has to change.
+    """Return a notice for each variable of `base` that makes torch allocate expandable segments,
+    which do not work if trainer and engines share GPUs.
 
-    `device` is the engines' kind of device; only CUDA devices need a change.
+    Args:
+        config: The run's settings.
+        device: Kind of device of the engines. On the CPU there are no notices.
+        base: Environment of this process.
     """
     if config.engines.placement != "colocated" or device != "cuda":
         return ()

@@ -1,15 +1,16 @@
 """Estimates for a run on GPUs: memory, checkpoints, the time of a stop and of a step.
 
 The estimates have three uses:
-- `launch --dry-run`, `train --dry-run`, `doctor --config` and `simulate --figures` print them. The
-  headers of the shipped configuration files contain the output of `simulate --figures`.
-- The Slurm job script uses the time of a stop, plus `END_SECONDS`, as the time before the limit of
-  the job at which Slurm sends the stop signal.
+- Commands print them: `launch --dry-run`, `train --dry-run`, `doctor --config` and `simulate
+  --figures`. The header of each shipped configuration file contains the output of the last one.
+- The Slurm job script must stop the run in time. Slurm sends the stop signal before the job's time
+  limit, earlier by the estimated time of a stop plus `END_SECONDS`.
 - Every start is refused if the disk has too little free space for the checkpoints, or if writing
   one takes longer than `checkpoint.timeout_seconds`.
 
-A stop that Slurm requests takes at most the rest of the current step and then one save. A save that
-was running at the signal continues during that step, and must end before the next save starts.
+After the stop signal, the run ends its current step and then saves a checkpoint. If a checkpoint
+was being written at the signal, the last one is written after it. So a stop takes as long as a step
+or a save, whichever is longer, plus another save.
 
 Invariants
 - Rates are settings of the run (`checkpoint.write_gb_per_s`) or assumptions of the simulator;
@@ -34,10 +35,11 @@ from megatron_async.simulate.build import simulate, trainer_costs
 from megatron_async.simulate.memory import checkpoint_bytes
 from megatron_async.simulate.planner import training_seconds
 
-# Longest time that train.sbatch needs after the trainers' end, to end the other processes and to
-# queue the job again.
+# Longest time that train.sbatch needs after the trainers have ended: it ends the other processes
+# and queues the job again.
 END_SECONDS: Final = 90
-# Used on a CPU, where no step is estimated, and for small models.
+# Smallest result of `stop_seconds`. It covers what is not estimated: the time of a step on a CPU,
+# and fixed costs, which dominate for small models.
 _MIN_STOP_SECONDS: Final = 90
 _GB: Final = 1e9
 _STEPS: Final = 1000
@@ -50,7 +52,7 @@ class Checkpoints:
     Attributes:
         size: Bytes of one checkpoint.
         write_seconds: Time to write one checkpoint.
-        limit: Largest number of checkpoints on disk at once.
+        limit: Largest number of checkpoints on disk at once, including one that is being written.
     """
 
     size: float
@@ -80,7 +82,8 @@ class Checkpoints:
         """Raise UserError if the disk of the run directory has too little space for the
         checkpoints.
 
-        Existing checkpoints of the run count as free space, because they will be replaced.
+        The space of the run's existing checkpoints counts as free, because new ones will replace
+        them.
         """
         folder = directory.checkpoints
         free = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
@@ -107,10 +110,12 @@ def estimate_lines(config: RunConfig, machine: Machine) -> list[str]:
 
 
 def _storage_and_times(config: SimulationConfig, shape: ModelShape, machine: Machine) -> list[str]:
-    """Return lines on checkpoints, the start, a stop, a weight update, and simulated steps."""
+    """Return lines with the estimated size of checkpoints, the estimated times of a start, a stop
+    and a weight update, and the results of simulated steps."""
     checkpoints, layout = Checkpoints.of(config, shape), config.parallel
     stop = stop_seconds(config, checkpoints, machine)
-    # Each node reads the weights of its ranks once, from a file system that all nodes share.
+    # All nodes read the weights from one file system. Each node reads the weights of its own ranks,
+    # and each weight only once.
     share = min(1.0, layout.ranks / layout.nodes / (layout.tensor * layout.pipeline))
     read = layout.nodes * share * BF16 * shape.parameters
     rate = config.checkpoint.write_gb_per_s
@@ -136,8 +141,8 @@ def _storage_and_times(config: SimulationConfig, shape: ModelShape, machine: Mac
 
 
 def _recomputation(config: SimulationConfig, shape: ModelShape) -> list[str]:
-    """Return a line on `trainer.recompute` and its effect on the time of a step; none if it is
-    "all"."""
+    """Return one line with the value of `trainer.recompute` and the estimated time of training with
+    it and with "all"; return no line if it is "all"."""
     recompute, layers = config.trainer.recompute, shape.layers // config.parallel.pipeline
     if recompute == "all":
         return []
@@ -155,14 +160,15 @@ def checkpoints_with_room(config: RunConfig, directory: RunDirectory) -> Checkpo
     """Estimate the run's checkpoints and check that the disk has space for them.
 
     Returns:
-        None if the shape of the model is unknown.
+        The estimates; None if the shape of the model is unknown.
 
     Raises:
         UserError: The disk has too little space, or writing one takes longer than allowed.
     """
     try:
         shape = shape_of(config)
-    except UserError:  # a user-defined family whose config.json has other names
+    # The model may be of a user's own family, whose config.json names its sizes otherwise.
+    except UserError:
         return None
     found = Checkpoints.of(config, shape)
     found.check_free_space(directory)
@@ -170,7 +176,8 @@ def checkpoints_with_room(config: RunConfig, directory: RunDirectory) -> Checkpo
 
 
 def stop_seconds(config: RunConfig, checkpoints: Checkpoints | None, machine: Machine) -> int:
-    """Return the estimated longest time from the stop signal to a finalized checkpoint."""
+    """Return the estimated longest time, in seconds, from the stop signal until the last checkpoint
+    is complete."""
     if checkpoints is None:
         return _MIN_STOP_SECONDS
     step = training_seconds(modeled(config, machine)) if machine.device == "cuda" else 0.0

@@ -1,16 +1,20 @@
-"""Runs one node of a launch over several: `-m megatron_async.launcher.node ROLE RUN_DIR --index I`.
+"""Runs one node of a launch over several nodes, as command `-m megatron_async.launcher.node ROLE
+RUN_DIR --index I`.
 
-    rollout   node 0: Ray's head, the rollout manager, the session; others: Ray nodes for engines
-    trainer   torchrun with this node's trainer ranks, and a Ray node used only to reach the rollout
-    side
+Every node has one of two roles:
+- rollout: The first node of this role runs Ray's head and the rollout manager, and starts and
+  closes the session. The other nodes of this role run Ray, which starts engines on them.
+- trainer: The node runs torchrun with its trainer ranks. It also joins the Ray cluster, but only so
+  that the ranks can call the rollout manager.
 
-The scripts in `launch/` start one such process on every node, in any order. The roles find each
-other through files of the session (one launch of a run); no port is fixed.
+A session is one launch of a run. The scripts in `launch/` start one such process on every node, in
+any order. The processes find each other through the session's files; no port is fixed.
 
 Invariants
-- Exit codes: 0: the run is complete. 75 (EX_TEMPFAIL): the run stopped with a checkpoint because it
-  was asked to, and should be queued again. 2: bad input. 1: a component failed.
-- A role ends when its session is closed or superseded; its child processes end with it.
+- The exit code is 0 if the run is complete, 75 (EX_TEMPFAIL) if the run stopped with a checkpoint
+  on request and should be queued again, 2 after bad input, and 1 if a component failed.
+- The process ends when its session is closed or a newer one has started; its child processes end
+  with it.
 - Every wait has a time limit.
 """
 
@@ -49,15 +53,17 @@ from megatron_async.run_directory import RunDirectory, RunOutcome
 REQUEUE_CODE = os.EX_TEMPFAIL
 _POLL_SECONDS = 0.5
 _RAY_STOP_SECONDS = 15.0
-# A Ray node that has lost its head would wait long for it, although nothing remains to be done.
+# A Ray node other than the head. If the head has ended first, the node would wait long for it when
+# it is asked to end, so it is killed early. It has nothing left to do.
 _RAY_JOINED_STOP_SECONDS = 3.0
-# Longer than file systems take to release the locks of a dead host (NFS: 90 s).
+# Longest wait for the run's lock of a lost node. A file system releases the locks of a dead host in
+# less time (NFS: 90 s).
 _TAKEOVER_SECONDS = 150.0
 
 
 class Node:
-    """State that all roles need: the run directory, the session, and this node's index and
-    address."""
+    """State that a node needs in both roles: the run directory, the session, and this node's index
+    and address."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.directory, self.config = RunDirectory.launched(arguments.run_directory)
@@ -68,14 +74,15 @@ class Node:
         self.name = socket.gethostname().split(".")[0]
 
     def use_token(self) -> None:
-        """Make Ray processes started from now on authenticate with the session's token."""
+        """Make Ray authenticate by the session's token, in this process and in those that it starts
+        from now on."""
         use_ray_token(self.session.token_file)
 
     @contextmanager
     def ray_node(self, *arguments: str) -> Iterator[ChildProcess]:
         """Run `ray start` with these arguments for the duration of the block."""
-        # Every node needs the directory, but only the head passes it to Ray: the others get its
-        # name from the head.
+        # The call creates Ray's directory, which every node needs. Only the head gets it as an
+        # argument; the other nodes learn its name from the head.
         directory = ray_directory()
         if "--head" in arguments:
             arguments = (*arguments, f"--temp-dir={directory}")
@@ -87,7 +94,8 @@ class Node:
                 f"--node-ip-address={self.address}",
                 "--disable-usage-stats",
                 "--dashboard-agent-listen-port=0",
-                "--include-log-monitor=false",  # logs are read from the run directory
+                # Logs are written to the run directory, so Ray need not collect them.
+                "--include-log-monitor=false",
                 *arguments,
             ],
             log=self.directory.logs / log,
@@ -107,13 +115,15 @@ def run_rollout(node: Node) -> int:
     if node.index > 0:
         return _join_rollout(node)
     with ExitStack() as stack:
-        # Close the session even if the run is refused, because other nodes wait for it.
+        # The session must be closed even if the run is refused, because other nodes wait for it.
         stack.callback(node.session.close)
         _take_run(node, stack)
-        # Close it before the run's lock is released, too: callbacks run in reverse order.
+        # After a launch that was not refused, the session must be closed before the run's lock is
+        # released. Callbacks run in reverse order, so this one runs before that of `_take_run`.
         stack.callback(node.session.close)
         node.use_token()
-        # Checked on this node, because the login node may have other devices.
+        # These checks depend on the machine, and the login node, on which the other checks were
+        # made, may have other devices and disks.
         check_probe_tolerance(node.config)
         check_store(node.config, node.directory)
         port = free_port()
@@ -123,7 +133,7 @@ def run_rollout(node: Node) -> int:
             f"--port={port}",
             f"--ray-client-server-port={free_port()}",
             "--include-dashboard=false",
-            "--no-monitor",  # Ray's autoscaling monitor would start further nodes
+            "--no-monitor",  # No autoscaling: Ray must not start further nodes.
         ) as ray_node:
             _wait_for_port(node.address, port, ray_node)
             node.session.publish("ray", {"address": address})
@@ -135,8 +145,9 @@ def _take_run(node: Node, stack: ExitStack) -> None:
     """Lock the run for this session until `stack` closes, and make the session the run's current
     one.
 
-    A process that a lost node of the same Slurm job left running ends as soon as it sees the new
-    session, which releases its lock.
+    If Slurm restarts a job after it has lost a node, a process on that node may still hold the
+    lock. This session then becomes the current one first. That process sees it, ends, and so
+    releases the lock.
 
     Raises:
         UserError: Another launch uses the run.
@@ -160,8 +171,8 @@ def _take_run(node: Node, stack: ExitStack) -> None:
 
 
 def _join_rollout(node: Node) -> int:
-    """Run a further rollout node: keep Ray running until the session is closed; return the exit
-    code."""
+    """Run a rollout node other than the first: run Ray until the session is closed or superseded;
+    return the exit code."""
     address = node.session.wait_for("ray", RENDEZVOUS_SECONDS)["address"]
     node.use_token()
     with node.ray_node(f"--address={address}") as ray_node:
@@ -175,8 +186,13 @@ def _join_rollout(node: Node) -> int:
 def drive_rollout(
     config: RunConfig, directory: RunDirectory, ray_address: str, session: Session | None
 ) -> RunOutcome:
-    """Run the rollout side in the Ray cluster at `ray_address` until the trainers end; return the
-    outcome.
+    """Run the rollout side in a Ray cluster until the trainers end; return how the run ended.
+
+    Args:
+        config: The run's settings.
+        directory: The run directory.
+        ray_address: Address of the Ray cluster.
+        session: The session of this launch; None if the user starts the processes by hand.
 
     Raises:
         UserError: Bad input, reported by the rollout side.
@@ -203,14 +219,17 @@ def drive_rollout(
             return progress.follow(ended, rollout.status)
         except BaseException:
             if session is not None:
-                session.close()  # before Ray ends, so that waiting trainers learn the reason
+                # The session is closed before Ray ends, so that trainer nodes report the closed
+                # session and not the loss of Ray.
+                session.close()
             raise
 
 
 def _check_trainer_nodes(directory: RunDirectory, earlier: int) -> None:
     """Raise ComponentFailure if a trainer node has left the Ray cluster before the run ended.
 
-    `earlier` is the stamp of the previous start's outcome, which does not count as an end.
+    `earlier` is the stamp of the outcome that was stored before this start. That outcome does not
+    count.
     """
     lost = lost_node_of(TRAINER_ROLE)
     if lost is not None and directory.outcome(earlier) is None:
@@ -231,7 +250,7 @@ def _run_trainer(node: Node) -> int:
     earlier = node.directory.outcome_stamp()
     address = node.session.wait_for("ray", RENDEZVOUS_SECONDS)["address"]
     if node.index == 0:
-        node.directory.pop_failure()  # discards a failure that an earlier session recorded
+        node.directory.pop_failure()  # An earlier session may have recorded a failure.
     node.use_token()
     with (
         node.ray_node(
@@ -243,7 +262,8 @@ def _run_trainer(node: Node) -> int:
         _ranks(node, address) as ranks,
     ):
         while (code := ranks.poll()) is None:
-            # The session may be closed before torchrun ends, but only once the run has an outcome.
+            # Once the run has an outcome, the first rollout node closes the session, possibly
+            # before torchrun has ended. Before that, a closed session is a failure.
             if node.directory.outcome(earlier) is None:
                 node.session.check()
             time.sleep(_POLL_SECONDS)
@@ -279,8 +299,18 @@ def _ranks(node: Node, ray_address: str) -> AbstractContextManager[ChildProcess]
 
 
 def _trainer_code(node: Node, code: int, ranks: ChildProcess) -> int:
-    """Return the exit code of a trainer node whose torchrun ended with `code`; raise its
-    failure."""
+    """Return the exit code of a trainer node whose torchrun ended successfully; raise the failure
+    otherwise.
+
+    Args:
+        node: The trainer node.
+        code: Exit code of torchrun.
+        ranks: The process of torchrun.
+
+    Raises:
+        UserError: A rank reported bad input (raised on the first node only).
+        ComponentFailure: A rank failed.
+    """
     if code == 0:
         return REQUEUE_CODE if node.directory.outcome() is RunOutcome.STOPPED else 0
     if node.index == 0:

@@ -1,10 +1,12 @@
-"""Checks that refuse a run before any process starts: missing model, impossible layout, bad task.
+"""Checks a run before any process starts, and refuses it for example if the model is missing, the
+layout is impossible or the task is invalid.
 
 Invariants
 - Every refusal is a `UserError` whose message names the remedy.
 - `train` and `launch` (also with `--dry-run`), `doctor --config`, `sft` and `eval` make the same
-  checks; `settings --of` shows their findings. A check may replace a default, never a value that
-  the user has set, and a notice names the replacement.
+  checks; `settings --of` shows their findings.
+- A check may replace a default, and a notice names the replacement. It never replaces a value that
+  the user has set.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,7 +33,8 @@ from megatron_async.runtime.import_path import is_import_path
 from megatron_async.simulate.recomputation import check_recompute
 from megatron_async.tasks.data_identity import data_changes, data_identity
 
-# bfloat16 has a precision of eight bits: a log-prob of -5 is rounded by up to 0.016.
+# With bfloat16, which has eight significant bits, rounding changes a log-prob of -5 by up to 0.016.
+# A mean difference below this tolerance is therefore not possible.
 _MIN_TOLERANCE_OF_BFLOAT16 = 1e-3
 
 
@@ -70,7 +73,8 @@ def check_model(path: Path | str, *, tokenizer: bool = True) -> None:
 
 
 def check_served(path: Path | str) -> None:
-    """Raise UserError unless an engine can load the model at `path`, which may be of any family."""
+    """Raise UserError unless the directory `path` has intact weights and a tokenizer, so that an
+    engine can load it. Its family need not be one that the trainer supports."""
     from megatron_async.models.model_files import check_weights
 
     check_model(path)
@@ -80,7 +84,7 @@ def check_served(path: Path | str) -> None:
 def check_engines(engines: EngineConfig) -> None:
     """Raise UserError if other hosts can reach the engines without an API key.
 
-    A client of an engine can change its weights.
+    This is refused because every client of an engine can change the engine's weights.
     """
     if not (is_loopback(engines.host) or engines.api_key):
         raise UserError(
@@ -102,8 +106,9 @@ def check_one_machine(config: RunConfig) -> None:
 def check_probe_tolerance(config: RunConfig, device: str | None = None) -> None:
     """Raise UserError if `weights.probe_tolerance` is too strict for the engines' precision.
 
-    A run replaces engines whose log-probs differ from the trainer's by more than the tolerance. If
-    rounding alone causes a larger difference, no engine is left minutes after the start.
+    A run restarts an engine whose log-probs differ from the trainer's by more than the tolerance.
+    If rounding alone causes a larger difference, every restart fails too, and the run ends after
+    minutes.
 
     Args:
         config: The run's settings.
@@ -154,9 +159,15 @@ def _check_checkpoint(path: Path, architecture: Architecture) -> None:
 def check_resume(directory: RunDirectory, config: RunConfig, from_step: int | None = None) -> None:
     """Raise UserError if the run in `directory` cannot be resumed with `config`.
 
-    Reasons are: checkpoints of another format version or another optimizer, a damaged manifest of
-    what may be the newest checkpoint (ignored with `from_step`, which sets that checkpoint aside),
-    and a missing lineage number.
+    It cannot be resumed if its checkpoints have another format version or were saved by another
+    optimizer, if the number of lineages so far is not stored, or if a checkpoint that may be the
+    newest has a damaged manifest.
+
+    Args:
+        directory: The run directory.
+        config: Settings of the resume.
+        from_step: Step to which the user returns the run; newer checkpoints are moved aside, so
+            damaged manifests do not matter. None to resume from the newest checkpoint.
     """
     directory.lineages_so_far()
     if from_step is None:
@@ -220,8 +231,9 @@ def check_same_run(
 def _differences(directory: RunDirectory, before: RunConfig, config: RunConfig) -> Iterator[str]:
     """Yield each way in which the model or tokenizer of `config` differs from the run's own.
 
-    Compared are the newest checkpoint, the tokenizer's digest that the run stored at its start, and
-    the former model if its directory still exists.
+    The new model is compared with the newest checkpoint and, if its directory still exists, the
+    model of `before`. The new tokenizer is compared with the digest of the tokenizer that the run
+    stored at its start.
     """
     from megatron_async.checkpoint.placement import incompatibility
     from megatron_async.models.families import read_architecture
@@ -242,8 +254,8 @@ def _differences(directory: RunDirectory, before: RunConfig, config: RunConfig) 
 
 
 def check_policy(config: RunConfig, *, tokenizer: bool = True) -> Architecture:
-    """Raise UserError unless the model, its weights and its layout over the trainer's ranks are
-    valid.
+    """Raise UserError unless the model and its weights are valid and the parallel layout suits the
+    model.
 
     Returns:
         The model's architecture.
@@ -264,7 +276,7 @@ def check_policy(config: RunConfig, *, tokenizer: bool = True) -> Architecture:
 
 
 def check_run(config: RunConfig, *, generates: bool = True) -> PreflightResult:
-    """Check model, weights, parallel layout, engines and task, without starting anything.
+    """Check model, weights, parallel layout, engines and task, without starting a process.
 
     Args:
         config: The run's settings.
@@ -278,7 +290,7 @@ def check_run(config: RunConfig, *, generates: bool = True) -> PreflightResult:
     from megatron_async.telemetry.trackers.build import build_trackers
 
     check_engines(config.engines)
-    if is_import_path(config.algorithm.loss.name):  # this check imports torch
+    if is_import_path(config.algorithm.loss.name):  # The import is here because it imports torch.
         from megatron_async.algorithms.own_loss import check_own_loss
 
         check_own_loss(config.algorithm)
@@ -308,14 +320,18 @@ def check_run_leniently(config: RunConfig) -> PreflightResult:
 
 
 def check_evaluation(config: RunConfig, model_path: Path) -> PreflightResult:
-    """Check a checkpoint for evaluation, and the task with its tokenizer, without starting
-    anything."""
+    """Check before an evaluation that an engine can load the model in `model_path`, and that the
+    task works with its tokenizer.
+
+    This starts no process.
+    """
     check_served(model_path)
     return _check_task(config.with_section("model", path=str(model_path)), trains=False)
 
 
 def _check_task(config: RunConfig, *, trains: bool = True) -> PreflightResult:
-    """Build the task and check its prompts: rewards, lengths, episodes, and the number of problems.
+    """Build the task and check the lengths and the number of its problems. Also try the rewards,
+    and an episode if the run has episodes.
 
     `trains` is whether training batches will be drawn from the task.
     """
@@ -357,8 +373,8 @@ def _check_task(config: RunConfig, *, trains: bool = True) -> PreflightResult:
 
 
 def _other_recipe(config: RunConfig) -> Iterator[str]:
-    """Yield a notice if the schedule's preset was chosen, but the default recipe is made for
-    another one."""
+    """Yield a notice if the user has chosen a schedule preset but no recipe, and the default recipe
+    is meant for another preset."""
     recipe, preset = config.algorithm.recipe, config.schedule.preset
     chosen = "preset" in config.explicit.get("schedule", {})
     named = "recipe" in config.explicit.get("algorithm", {})
@@ -375,7 +391,13 @@ def _other_recipe(config: RunConfig) -> Iterator[str]:
 def _trial_episode(
     config: RunConfig, payload: Mapping[str, Any], longest: int | None
 ) -> PreflightResult:
-    """Run a trial episode if the run uses an environment; return its notices and summary."""
+    """Play a trial episode if the run uses an environment or agent; return its notices and summary.
+
+    Args:
+        config: The run's settings.
+        payload: Problem of the episode.
+        longest: Largest number of tokens that an engine accepts; None if unknown.
+    """
     if not config.has_episodes:
         return PreflightResult(config)
     from megatron_async.environments.check import check_environment
@@ -385,7 +407,8 @@ def _trial_episode(
 
 
 def _check_prompt_budget(config: RunConfig, longest: int) -> None:
-    """Raise UserError if `sampling.max_new_tokens` leaves no tokens for a prompt."""
+    """Raise UserError if `sampling.max_new_tokens` leaves no tokens for a prompt; `longest` is the
+    largest number of tokens of prompt and response together that an engine accepts."""
     new = config.sampling.max_new_tokens
     if new >= longest:
         raise UserError(
@@ -397,7 +420,8 @@ def _check_prompt_budget(config: RunConfig, longest: int) -> None:
 
 
 def _with_heldout(config: RunConfig, heldout: int) -> PreflightResult:
-    """Lower the default of `eval.prompts` to the number of held-out problems, with a notice.
+    """Lower `eval.prompts` to `heldout`, the number of held-out problems, with a notice, if it has
+    its default and that is larger.
 
     Raises:
         UserError: `eval.prompts` was set by the user and is too large, or no problem is held out.
@@ -425,7 +449,9 @@ def _check_worked_answers(config: RunConfig) -> PreflightResult:
 
     task = build_task(config.task, config.model.path, config.eval)
     size, count = config.sft.batch_sequences, config.sft.examples
-    if not config.sft.data:  # generated examples need no check; of a file every row is read
+    # Generated examples are all valid, so as many as one batch suffice here. Every row of a file is
+    # checked.
+    if not config.sft.data:
         count = min(size, count)
     found = len(task.worked_examples(count, config.sft.file()))
     if found < size:

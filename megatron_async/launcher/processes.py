@@ -22,7 +22,8 @@ def torchrun(
     max_restarts: int = 0,
     rendezvous: Sequence[str] | None = None,
 ) -> Iterator[ChildProcess]:
-    """Run this interpreter's torchrun for this machine's ranks; end it with the block.
+    """Run torchrun, which starts this machine's ranks, with this Python interpreter for the
+    duration of the block.
 
     Args:
         ranks: Number of ranks on this machine.
@@ -31,9 +32,10 @@ def torchrun(
         log_file: File for the output of all ranks.
         environment: Variables from `launcher.environment.trainer_environment`.
         max_restarts: How often torchrun restarts all ranks after one failed.
-        rendezvous: torchrun's options to find the agents of other machines (`launcher/session.py`).
-            None if there are no others; the ranks then connect through files, because torch's
-            network stores would listen on every interface.
+        rendezvous: Options by which torchrun finds the torchrun agents of other machines, from
+            `TrainerNode.rendezvous`. None if there are no other machines. The ranks then exchange
+            their addresses through a file, because torch's network store would listen on every
+            network interface.
     """
     with private_directory() as folder:
         added = temporary_files(folder, {**os.environ, **environment})

@@ -1,11 +1,12 @@
-"""Jobs with trainer ranks and no rollout side: fine-tuning and scoring.
+"""Runs jobs that have trainer ranks and generate nothing, so need no engines: fine-tuning and
+scoring.
 
 A job on one machine starts all ranks by torchrun. In a job on several machines, each machine starts
 its own ranks, and node 0 creates the run directory, which all machines can read.
 
 Invariants
-- Node 0 raises the failure of a rank as the rank raised it: UserError or ComponentFailure. Other
-  nodes raise a ComponentFailure that says how their ranks ended.
+- If a rank fails, node 0 raises the rank's own UserError or ComponentFailure. Other nodes raise a
+  ComponentFailure that says how their ranks ended.
 """
 
 import os
@@ -31,7 +32,8 @@ class RankJob:
 
     Attributes:
         name: Name of the job and of its log file.
-        steps: Number of metric lines that the job writes and that are shown; 0 for none.
+        steps: Number of steps that the job writes to metrics.jsonl, for the display of progress; 0
+            to display nothing.
     """
 
     name: str
@@ -67,8 +69,8 @@ class RankJob:
 
 
 def check_session(config: RunConfig, session: str | None, index: int) -> None:
-    """Raise UserError if a node's index does not fit the layout, or several nodes lack a
-    session."""
+    """Raise UserError if `index` is not the index of one of the layout's nodes, or if the layout
+    has several nodes and there is no session to connect them."""
     count = config.parallel.nodes
     if session is None:
         if index:
@@ -95,7 +97,7 @@ def directory_of(
         index: Index of this node.
 
     Yields:
-        The run directory, and this node; None for a job on one machine.
+        The run directory; and this node's part in the job, or None for a job on one machine.
 
     Raises:
         UserError: The run's name is in use.
@@ -113,6 +115,7 @@ def directory_of(
             session = Session.join(directory, session_name)
             stack.callback(session.close)
             session.begin()
-        else:  # write nothing: only the first node checks whether the directory is free
+        # This node must write nothing, because the first node refuses a directory that exists.
+        else:
             session = Session.begun(directory, session_name, RENDEZVOUS_SECONDS)
         yield directory, TrainerNode(session, index, config.parallel.nodes, node_address())

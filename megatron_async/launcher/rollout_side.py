@@ -1,6 +1,7 @@
-"""Controls the rollout side of a run from another process: starts, monitors and ends its manager.
+"""Controls the rollout manager of a run from another process: starts, monitors and ends it.
 
-The one-machine supervisor and the rollout role of a cluster launch use it.
+On one machine `launcher/supervisor.py` uses this module, on a cluster the first rollout node
+(`launcher/node.py`).
 
 Invariants
 - A failure that the manager reports is raised here unchanged: UserError or ComponentFailure.
@@ -27,17 +28,22 @@ from megatron_async.run_directory import RunDirectory
 from megatron_async.store.location import location_of_writer
 
 _CALL_SECONDS = 20.0
-# Limit for stopping a manager whose store is outside the run directory, which copies the store.
+# Additional time to stop a manager whose store is outside the run directory. The manager then
+# copies the store into the run directory.
 _COPY_SECONDS = 120.0
 
 
 def backend_of_run(
     config: RunConfig, directory: RunDirectory, *, gpus: str | None = None
 ) -> AbstractContextManager[ProcessBackend]:
-    """Open the process backend of a run on this machine, chosen by `cluster`; close it with the
-    block.
+    """Open the process backend of a run on this machine for the duration of a `with` block.
 
-    `gpus` are the GPUs that engines may use, as in CUDA_VISIBLE_DEVICES; None means all.
+    The backend starts processes, either as children or through Ray, depending on setting `cluster`.
+
+    Args:
+        config: The run's settings.
+        directory: The run directory.
+        gpus: The GPUs that engines may use, as in CUDA_VISIBLE_DEVICES; None means all.
     """
     if not uses_ray(config):
         from megatron_async.process_backends.local import local_backend
@@ -51,7 +57,7 @@ def backend_of_run(
 class RolloutSide:
     """Owns the rollout manager of one run, which in turn owns engines and scorers.
 
-    The engines start in the background; `status` reports a failure of their start.
+    The engines start in the background; `status` raises the error if their start fails.
     """
 
     def __init__(self, config: RunConfig, directory: RunDirectory, backend: ProcessBackend) -> None:
@@ -65,13 +71,16 @@ class RolloutSide:
             backend.address,
             name=MANAGER_NAME,
             restarts=config.engines.max_restarts,
-            # On this host, because the database of the trajectory store is on its disk.
+            # The manager runs on this host, because the trajectory store's database is on this
+            # host's disk.
             here=True,
         )
 
     def status(self) -> dict[str, Any]:
-        """Return the manager's status; {} while no trainer is attached or the manager is slow or
-        restarting.
+        """Return the manager's status.
+
+        It is {} while no trainer is connected to the manager, and while the manager does not reply
+        in time or is being restarted.
 
         Raises:
             UserError: The run directory is missing.
@@ -96,8 +105,8 @@ class RolloutSide:
         return status
 
     def close(self) -> None:
-        """Stop the manager, so that it stores every token and ends the engines; log failures of the
-        stop."""
+        """Stop the manager, which stores every received token and ends the engines. If the stop
+        fails, log the failure."""
         try:
             location = location_of_writer(self._directory.store_file, self._config.store.directory)
             limit = _CALL_SECONDS + (_COPY_SECONDS if location.is_external else 0)
@@ -106,12 +115,12 @@ class RolloutSide:
             self._log(f"failed to stop the rollout manager: {error!r}")
 
     def _log(self, line: str) -> None:
-        """Append a line to supervisor.log; if that fails, print it, unless a failure is about to be
-        raised."""
+        """Append a line to supervisor.log. If that fails, print the line, unless the manager has
+        reported a failure, which is raised and is more important."""
         log = self._directory.logs / "supervisor.log"
         try:
             with log.open("a") as out:
                 out.write(f"{line}\n")
-        except OSError:  # a full disk must not hide the failure that is about to be raised
+        except OSError:  # For example, the disk is full.
             if not self._failure:
                 print(line, file=sys.stderr)

@@ -1,10 +1,9 @@
-"""Ensures that only one launch at a time uses a run: a launch must hold the lock
-`runs/NAME/run.lock`.
+"""Ensures by the lock `RUN_DIR/run.lock` that only one launch at a time uses a run.
 
-Every command that changes a run acquires the lock before it writes anything: `train`, `sft` and
-`quickstart`, and on a cluster the first rollout node, for as long as the run goes on; and
-`trajectories --drop`. Commands that only read (`report`, `trajectories`, `replay`, `eval`,
-`convert`) do not need it.
+Every command that changes a run acquires the lock before it writes anything. `train`, `sft`,
+`quickstart` and, on a cluster, the first rollout node hold it until they end, and `trajectories
+--drop` while it drops trajectories. Commands that only read a run (`report`, `trajectories`,
+`replay`, `eval`, `convert`) do not need it.
 
 Invariants
 - A refused launch has changed nothing. The refusal names the process and host that use the run.
@@ -31,16 +30,19 @@ from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.data_identity import data_identity
 
 logger = logging.getLogger(__name__)
-# Free space for settings, session files and the first transactions; a run fails at once with less.
+# A run needs this much free space for its settings, session files and first transactions. It is
+# checked here, because with less the run would fail right after its start.
 _MIN_FREE_BYTES = 1 << 20
 _POLL_SECONDS = 0.5
 
 
 class RunInUse(UserError):
-    """Raised when another launch uses the run; `holder` is its process, or None if unknown."""
+    """Raised if another launch uses the run. `holder` is the process that holds the lock; None if
+    unknown."""
 
     def __init__(self, directory: RunDirectory, holder: Holder | None) -> None:
-        # The kernel cannot tell a dead host's lock from a slow host's, so a person must decide.
+        # The lock of a dead host looks like the lock of a slow host, so a person must decide
+        # whether the host is dead.
         remedy = (
             ""
             if holder is None or holder.is_here
@@ -59,9 +61,12 @@ def hold_run_lock(
 ) -> Iterator[None]:
     """Hold the lock of a run for the duration of the block.
 
+    Before the block, this also checks the free space and removes temporary files that a killed
+    process left in the run directory.
+
     Args:
-        directory: The run directory.
-        what: The command that uses the run, shown to others that are refused.
+        directory: The run directory. what: The command that uses the run, shown to others that are
+            refused.
         session: Name of the session, in a launch over several nodes.
         wait_seconds: How long to wait for another process to release the lock.
 
@@ -109,10 +114,12 @@ def check_new(directory: RunDirectory) -> None:
 def new_run(config: RunConfig, what: str, *, resumable: bool = True) -> Iterator[RunDirectory]:
     """Create the run directory for `config`, and hold its lock for the duration of the block.
 
-    A directory of the same name, left by a start that failed before its first step, is moved aside.
+    If the directory exists because an earlier start failed before its first step, it is renamed
+    first.
 
     Raises:
-        UserError: The name is in use, or the directory cannot be written; nothing is left behind.
+        UserError: The run's name is in use, or the directory cannot be written. No new file
+            remains.
     """
     directory = RunDirectory.of(config)
     with contextlib.ExitStack() as stack:
@@ -121,7 +128,8 @@ def new_run(config: RunConfig, what: str, *, resumable: bool = True) -> Iterator
                 with hold_run_lock(directory, what):
                     moved = directory.set_aside()
                 logger.warning("moved an earlier failed start of %s to %s", what, moved)
-            # Lock the directory, unless it has a config.yaml: then `create` below refuses it.
+            # If the directory has a config.yaml, it is not locked, because `create` refuses it
+            # anyway.
             if not directory.config_file.exists():
                 with writing(directory.path, "run directory"):
                     directory.path.mkdir(parents=True, exist_ok=True)
@@ -139,7 +147,8 @@ def new_run(config: RunConfig, what: str, *, resumable: bool = True) -> Iterator
 
 
 def _remove_unfinished(directory: RunDirectory) -> None:
-    """Remove the files of a run whose creation failed; keep other files in the directory."""
+    """Remove the files that `new_run` has created for a run that was refused; keep other files in
+    the directory."""
     if directory.config_file.exists():
         return
     with contextlib.suppress(OSError):
@@ -160,8 +169,8 @@ def _lock(directory: RunDirectory, holder: Holder) -> Iterator[None]:
         try:
             yield
         finally:
-            # A file that cannot be removed does no harm: once the process that it names has ended,
-            # the run counts as free.
+            # If the file cannot be removed, the run is free nevertheless: on this path, the file
+            # counts only while the process that it names is running.
             with contextlib.suppress(OSError):
                 directory.lock_file.unlink(missing_ok=True)
         return
@@ -170,7 +179,8 @@ def _lock(directory: RunDirectory, holder: Holder) -> Iterator[None]:
 
 
 def _check_holder(directory: RunDirectory, holder: Holder, error: str) -> None:
-    """Record `holder` in the lock file on a file system without locks.
+    """Write `holder` to the lock file, if the file system does not support locks. Launches on other
+    hosts are then not detected.
 
     Raises:
         LockHeld: The file names a process of this host that is still running.

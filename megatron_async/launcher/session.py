@@ -1,13 +1,15 @@
-"""A session: one launch of a run over several nodes, and the files by which its roles communicate.
+"""Provides sessions. A session is one launch of a run over several nodes; its nodes communicate by
+files.
 
-The files are in the directory `RUN_DIR/launch/NAME/`, on the file system that all nodes share. A
-job that is queued again is a new session of the same run.
+A node has a role: it runs engines (rollout) or trainer ranks (trainer). The files are in the
+directory `RUN_DIR/launch/NAME/`, on the file system that all nodes share. If a job is queued again,
+its next launch is a new session of the same run.
 
-The torchrun agents of several nodes have their rendezvous at node 0, on a port that node 0 chooses.
+The torchrun agents of the trainer nodes meet at trainer node 0, on a port that this node chooses.
 
 Invariants
-- An entry (a file with one role's data for the others) is written atomically and never changes. A
-  wait for an entry has a time limit, and its failure names the entry.
+- An entry is a file with data of one node for the others. It is written atomically and never
+  changes. A wait for an entry has a time limit; the error after it names the entry.
 - The newest session owns the run. `is_current` becomes False for processes of an older session, so
   that processes left by a lost node end themselves.
 - Only the user can read the session's Ray token.
@@ -41,7 +43,8 @@ _RENDEZVOUS = "trainers"
 
 @dataclass(frozen=True)
 class Session:
-    """The files by which the nodes of one launch coordinate; `path` is their directory."""
+    """One launch of a run over several nodes. `path` is the directory of the files by which the
+    nodes communicate."""
 
     path: Path
 
@@ -60,7 +63,7 @@ class Session:
 
     @classmethod
     def begun(cls, directory: RunDirectory, name: str, seconds: float) -> "Session":
-        """Wait until another node has started the session, and return it; write nothing.
+        """Wait until another node has called `begin` for the session, and return it; write nothing.
 
         Raises:
             UserError: The name cannot be used as a file name.
@@ -93,8 +96,11 @@ class Session:
         write_atomically(self._owner_file, self.path.name)
 
     def follows(self, other: str) -> bool:
-        """Return whether session `other` was an earlier start of the same Slurm job (names:
-        JOB.RESTARTS)."""
+        """Return whether session `other` was an earlier start of the same Slurm job.
+
+        The session of a Slurm job is named `JOB.RESTARTS`: the job's ID and how often Slurm has
+        restarted it.
+        """
         (job, _, count), (their_job, _, their_count) = (
             name.rpartition(".") for name in (self.path.name, other)
         )
@@ -120,17 +126,19 @@ class Session:
         return self.path.parent / "current"
 
     def close(self) -> None:
-        """Mark the session closed, so that all its roles (rollout and trainer nodes) end.
+        """Mark the session closed, so that the processes of all its nodes end.
 
-        If the mark cannot be written, the other roles end when they lose Ray.
+        If the mark cannot be written, the other nodes end when the Ray cluster ends.
         """
         try:
             (self.path / "closed").touch()
-        except OSError as error:  # the failure that ended the session is more important
+        # This error is only printed, so that it does not replace the failure that ended the
+        # session.
+        except OSError as error:
             print(f"failed to write {self.path / 'closed'}: {reason(error)}", file=sys.stderr)
 
     def closed(self) -> bool:
-        """Return whether a role or the job script has closed the session."""
+        """Return whether a node or the job script has closed the session."""
         return (self.path / "closed").exists()
 
     def check(self) -> None:
@@ -143,14 +151,14 @@ class Session:
             )
 
     def publish(self, entry: str, content: dict[str, Any]) -> None:
-        """Write an entry (a JSON file) that the other roles of the session can wait for."""
+        """Write `content` as the JSON file of the name `entry`, for which other nodes can wait."""
         write_atomically(self._entry(entry), json.dumps(content))
 
     def _entry(self, entry: str) -> Path:
         return self.path / f"{entry}.json"
 
     def wait_for(self, entry: str, seconds: float) -> dict[str, Any]:
-        """Wait for an entry that another role publishes, and return its content.
+        """Wait until another node publishes the entry of this name; return its content.
 
         Raises:
             ComponentFailure: The entry did not appear within `seconds`, or the session was closed.
@@ -168,8 +176,8 @@ class Session:
         Args:
             file: The file.
             seconds: Time limit.
-            late: What was not started, for the failure after the limit.
-            over: Message of the failure if the session is closed.
+            late: What did not appear, for the error message after the limit. over: The error
+                message if the session is closed.
 
         Raises:
             ComponentFailure: The limit has passed, or the session was closed.
@@ -187,7 +195,8 @@ class Session:
 
 @dataclass(frozen=True)
 class TrainerNode:
-    """One of `count` nodes with trainer ranks; other nodes reach it at `address`."""
+    """One of the `count` nodes with trainer ranks. `index` is its number, and `address` the address
+    at which other nodes reach it."""
 
     session: Session
     index: int
@@ -195,7 +204,8 @@ class TrainerNode:
     address: str
 
     def rendezvous(self) -> list[str] | None:
-        """Return torchrun's rendezvous options; None if this node has all ranks.
+        """Return the options by which the torchrun agents of all trainer nodes find each other;
+        None if there is only one trainer node.
 
         Raises:
             ComponentFailure: Node 0 did not publish its address within the time limit.
@@ -207,7 +217,7 @@ class TrainerNode:
             self.session.publish(_RENDEZVOUS, {"endpoint": endpoint})
         return [
             f"--nnodes={self.count}",
-            # Only the c10d backend can restart all ranks after one has died.
+            # Of torchrun's rendezvous backends, only c10d can restart all ranks after one has died.
             "--rdzv-backend=c10d",
             f"--rdzv-id={self.session.path.name}",
             f"--rdzv-endpoint={self.session.wait_for(_RENDEZVOUS, RENDEZVOUS_SECONDS)['endpoint']}",

@@ -1,7 +1,8 @@
 """Runs a whole training run on this machine: starts its processes, shows progress, and cleans up.
 
-The processes are the rollout side, and torchrun with the trainer ranks. On several nodes the
-scripts in `launch/` start both through `launcher/node.py`, and this module is not used.
+The processes are the rollout manager with its engines and scorers, and torchrun with the trainer
+ranks. A launch over several nodes does not use this module: the scripts in `launch/` start
+`launcher/node.py` on each node.
 
 Invariants
 - The first failure is reported in one message, after all processes have been ended.
@@ -27,21 +28,22 @@ def supervise(config: RunConfig, directory: RunDirectory, devices: DeviceSplit) 
     Args:
         config: The run's settings.
         directory: The run directory.
-        devices: GPUs that trainers and engines may use.
+        devices: The GPUs for the trainer ranks and those for the engines.
 
     Raises:
         UserError: Bad input, found by a rank or the rollout side.
         ComponentFailure: A process failed.
         KeyboardInterrupt: The user pressed Ctrl-C.
     """
-    # Imported here, so that `--help` and a refused configuration are fast.
+    # The import is slow. Here it does not delay `--help` or the refusal of a configuration.
     from megatron_async.launcher.rollout_side import RolloutSide, backend_of_run
 
     directory.pop_failure()
     with (
         backend_of_run(config, directory, gpus=devices.engines) as backend,
         closing(RolloutSide(config, directory, backend)) as rollout,
-        # Last in this list, so ended first: trainers would report the loss of the rollout side.
+        # This is the last of the three, so it is ended first. Otherwise the trainer ranks would
+        # lose the rollout side and report that as a failure.
         trainers(config, directory, backend.address, devices.trainers) as ranks,
     ):
         progress = Progress(directory.metrics_file, config.steps, config.telemetry.progress)
@@ -49,7 +51,8 @@ def supervise(config: RunConfig, directory: RunDirectory, devices: DeviceSplit) 
         if code != 0:
             directory.raise_failure(ranks.log)
             raise ranks.failure("the trainer")
-        directory.pop_failure()  # a failure from which a restart of the ranks recovered
+        # The file may have a failure from which the ranks recovered by a restart.
+        directory.pop_failure()
 
 
 def trainers(
