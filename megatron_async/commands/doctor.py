@@ -26,7 +26,7 @@ _PACKAGES = (
 def report_lines() -> list[str]:
     """Return lines on packages, devices, checks of this machine, and chosen backends.
 
-    A missing package is reported in a line and never raises an error.
+    A missing package is a line too; it does not raise an error.
     """
     lines = [
         f"Python {platform.python_version()} ({sys.executable})",

@@ -63,8 +63,8 @@ def eval_command(
         for result in found.results:
             typer.echo(f"{name}: {result.message()}, {result.seconds:.1f} s")
         if samples is not None:
-            # Replaces the version number that the engine got here, which has no meaning to a
-            # reader.
+            # `evaluate_checkpoints` numbered the models for the engine. These numbers mean nothing
+            # to a reader, so the version that exported the model replaces them.
             origin = {"model": str(path), "versions": [exported] if exported else []}
             append_json_lines(samples, [{**sample, **origin} for sample in found.samples()])
 
@@ -132,7 +132,8 @@ def evaluate_checkpoints(
 
 @contextmanager
 def engine_here(model: Path, config: RunConfig, log_file: Path) -> Iterator[SGLangProcess]:
-    """Run one engine on the loopback address of this machine for the duration of the block.
+    """Run one engine with the model on this machine for the duration of the block. Only this
+    machine can reach it.
 
     Raises:
         ComponentFailure: The engine did not start.

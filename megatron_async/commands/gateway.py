@@ -1,7 +1,7 @@
 """`megatron-async gateway`: serves a model by the chat API that agents use, without training.
 
-The gateway replies as in a run, except that each call is independent: nothing is stored, and calls
-run concurrently.
+During a run, the gateway stores each call as a turn of an agent's episode. Here each call is
+independent: nothing is stored, and calls run concurrently.
 """
 
 import asyncio
@@ -67,8 +67,8 @@ def gateway_command(
 
 
 async def _serve(config: RunConfig, model: Path, engine_url: str, listener: socket.socket) -> None:
-    """Load the model into the engine at `engine_url` and serve it on the socket `listener` until
-    canceled."""
+    """Load the model into the engine at `engine_url`. Then serve chat calls on the socket
+    `listener` until this coroutine is canceled."""
     vocabulary = vocabulary_of(str(model))
     try:
         client = await SGLangClient.connect("gateway", engine_url, config.engines, vocabulary)
@@ -111,7 +111,10 @@ class ServedPolicy:
         self._printed: set[str] = set()
 
     def call(self, asked: ChatCall, *, retry: bool) -> Call:
-        """Start generating the reply to a chat call; a repeated call is generated again."""
+        """Start generating the reply to a chat call and return the call.
+
+        A client's retry (`retry`) is generated like a new call, because nothing is stored.
+        """
         for notice in set(asked.notices) - self._printed:
             self._printed.add(notice)
             typer.echo(f"note: {notice}", err=True)

@@ -18,13 +18,15 @@ from megatron_async.files.disk import writing
 from megatron_async.files.package_files import ROOT
 
 QUICKSTART_MODEL: Final = Path("runs/quickstart/sft")
-"""The model that `megatron-async quickstart` fine-tunes, relative to the directory of its start."""
+"""Path of the model that `megatron-async quickstart` has fine-tuned, relative to the directory in
+which it was started."""
 _ROWS: Final = 500
 
 
 @dataclass(frozen=True)
 class Project:
-    """A kind of project: a description of its Python file, and the settings that name the file."""
+    """A kind of project. `what` describes its Python file, and `settings` are the lines of
+    config.yaml that name the file."""
 
     what: str
     settings: str
@@ -78,7 +80,8 @@ def init_command(kind: str, directory: Path, model: Path | None) -> None:
             unfinished.chmod(0o755)
             about_model = _write_model(unfinished / "model", kind, model)
             _write_files(unfinished, kind, model, about_model)
-            unfinished.rename(directory)  # raises if another process has created it meanwhile
+            # Raises if another process has created the directory meanwhile.
+            unfinished.rename(directory)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     typer.echo(f"wrote {directory}. {about_model} Next:")
@@ -87,7 +90,14 @@ def init_command(kind: str, directory: Path, model: Path | None) -> None:
 
 
 def _write_files(directory: Path, kind: str, model: Path | None, about_model: str) -> None:
-    """Write the project's settings, README, Python file and data into `directory`."""
+    """Write the project's settings, README, Python file and data into `directory`.
+
+    Args:
+        directory: Where the files are written.
+        kind: Key of `PROJECTS`.
+        model: The user's own model; None if the project has a model.
+        about_model: Sentences about the model, for the README.
+    """
     project, source = PROJECTS[kind], ROOT / "configs" / "projects"
     replaced = {
         "WHAT": project.what,
@@ -108,12 +118,16 @@ def _write_files(directory: Path, kind: str, model: Path | None, about_model: st
 
 
 def _write_model(path: Path, kind: str, model: Path | None) -> str:
-    """Write a model to `path` for the new project: a copy of the quickstart's model or, without
-    that, a tiny model with random weights. Return a message about the model.
+    """Write the model of a new project to `path`; return sentences about the model.
+
+    It is a copy of the quickstart's model or, if that does not exist, a tiny model with random
+    weights.
 
     Args:
-        kind: Template of the project (`reward`, `tools` and others).
-        model: The user's own model; then no model is written.
+        path: Where the model is written.
+        kind: Key of `PROJECTS`.
+        model: The user's own model, with which the project has no model, so that nothing is
+            written.
     """
     from megatron_async.models.tiny_model import build_tiny_model
 
@@ -128,7 +142,8 @@ def _write_model(path: Path, kind: str, model: Path | None) -> str:
             "The model has random weights, so rewards will stay near 0. For a model that solves "
             "most rows, run `megatron-async quickstart`, then `init --model runs/quickstart/sft`."
         )
-    if kind == "tools":  # this template shows the tools to the model
+    # The model's chat template ignores tools; this one shows them to the model.
+    if kind == "tools":
         shutil.copy(ROOT / "configs" / "projects" / "chat_template.jinja", path)
         return (
             f"{about} It has not learned to call tools; examples/calculator fine-tunes a model to."

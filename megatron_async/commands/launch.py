@@ -2,7 +2,7 @@
 nodes.
 
 Invariants
-- Everything that can be refused is refused here, before anything waits in a queue.
+- Everything that can be refused on the login node is refused before a job is queued.
 - A dry run creates no file and no job, and shows exactly what a real launch would use.
 - On several hosts, engines bind to their node's address and require a key. Only the run's
   config.yaml contains the key, and only the user can read that file.
@@ -45,7 +45,8 @@ from megatron_async.simulate.hardware import DATA_SHEETS
 _SUBMIT_SECONDS = 60.0
 _ONE_NODE = "srun --nodes=1 --ntasks=1 --export=ALL --exclusive --cpu-bind=none --gpus-per-node"
 _SIGNAL = re.compile(r"--signal=B:USR1@(\d+)")
-_MAX_NOTICE = 65_535  # largest value that Slurm accepts
+# Largest number of seconds before the time limit that Slurm's --signal accepts.
+_MAX_NOTICE = 65_535
 _OPTION = re.compile(r"--[\w-]+(=.*)?|-\w\S*")
 _SECOND_OPTION = re.compile(r"\s--?\w")
 
@@ -59,7 +60,7 @@ class Cluster:
         engine_nodes: Nodes that run engines; None for as many as the engines' GPUs need.
         time_limit: Slurm time limit.
         sbatch_options: Further options of sbatch.
-        gpu: Name of the GPU.
+        gpu: Name of the nodes' GPU in the simulator's table of data sheets.
     """
 
     gpus_per_node: int
@@ -99,7 +100,10 @@ class Cluster:
         return -(-engines.count // engines_per_node)
 
     def notice(self, stop: int) -> int:
-        """Return how many seconds before the time limit Slurm must send its signal.
+        """Return how many seconds before the time limit Slurm must send the stop signal.
+
+        Args:
+            stop: Estimated seconds that the run needs to stop with a checkpoint.
 
         Raises:
             UserError: The time limit, or the user's own --signal, leaves too little time.
@@ -127,13 +131,14 @@ class Cluster:
 
 
 def seconds_of(time_limit: str) -> float:
-    """Return a Slurm time limit in seconds; infinity if it is unlimited or in a form not supported
-    here."""
+    """Return a Slurm time limit in seconds; infinity if there is no limit or `time_limit` is in a
+    form that this function does not know."""
     days, dash, rest = time_limit.rpartition("-")
     parts = rest.split(":")
     if not all(map(str.isdecimal, parts)) or (dash and not days.isdecimal()):
         return math.inf
-    # The first number is hours after days or in H:M:S, otherwise minutes.
+    # In D-H, D-H:M, D-H:M:S and H:M:S the first number after the days is hours. In M and M:S it is
+    # minutes.
     first = 0 if dash or len(parts) == 3 else 1
     units = (3600, 60, 1)[first:]
     rest_seconds = sum(unit * int(part) for unit, part in zip(units, parts, strict=False))
@@ -141,7 +146,8 @@ def seconds_of(time_limit: str) -> float:
 
 
 def for_hosts(config: RunConfig) -> RunConfig:
-    """Return the configuration with engines that other nodes can reach, protected by a key."""
+    """Return `config` with engines that other nodes can reach, and with an API key that protects
+    them."""
     host, key = config.engines.host, config.engines.api_key
     host = NODE_HOST if is_loopback(host) else host
     return config.with_section("engines", host=host, api_key=key or secrets.token_urlsafe(24))
@@ -186,8 +192,9 @@ def launch_run(
         cluster: Nodes and Slurm options.
         slurm: Whether to submit a job instead of printing commands.
         dry_run: Whether to only show what would be done.
-        from_step: With `resume`: step of the checkpoint to return to before any node starts. When
-            the job is queued again later, it resumes from its newest checkpoint.
+        from_step: With `resume`, step of the checkpoint to which the run returns before any node
+            starts; None for the newest checkpoint. If the job is queued again later, it resumes
+            from the newest checkpoint at that time.
 
     Raises:
         UserError: Bad input.
@@ -244,9 +251,9 @@ def _start(
     *,
     slurm: bool,
 ) -> tuple[Sequence[Path], str]:
-    """Create the run, or prepare its resume, and submit the job with `slurm`.
+    """Create the run, or prepare its resume, and with `slurm` submit the job.
 
-    If Slurm refuses a resume, the run is left unchanged.
+    If Slurm refuses the job of a resume, the preparation is undone.
 
     Returns:
         The new paths of renamed checkpoints, and sbatch's reply.
@@ -258,7 +265,7 @@ def _start(
     what, job_file = "megatron-async launch", directory.path / "job.sbatch"
     renamed: Sequence[Path] = ()
     with ExitStack() as withdraw:
-        # Released before the job is submitted, because the job locks the run at its start.
+        # The lock is released before the job is submitted, because the job needs it at its start.
         with new_run(config, what) if resume is None else hold_run_lock(directory, what):
             back = None if from_step is None else rollback_to(directory, from_step)
             if resume is not None:
@@ -282,7 +289,13 @@ def _content(*files: Path) -> dict[Path, str | None]:
 def _withdraw(
     directory: RunDirectory, files: Mapping[Path, str | None], back: Rollback | None
 ) -> None:
-    """Undo a prepared resume: rename checkpoints back and restore the former content of `files`."""
+    """Undo a prepared resume.
+
+    Args:
+        directory: The run directory.
+        files: Former text of each file that was written; None for a file that did not exist.
+        back: The rollback, whose checkpoints get their old names back; None if there was none.
+    """
     with hold_run_lock(directory, "megatron-async launch"):
         if back is not None:
             back.undo()
@@ -311,13 +324,15 @@ def _commands(
 def _check(
     config: RunConfig, cluster: Cluster, *, dry_run: bool
 ) -> tuple[RunConfig, tuple[str, ...], tuple[str, ...]]:
-    """Check the run on these nodes; return its final settings, notices, and lines to show.
+    """Check that the run can start on the nodes of `cluster`; return its final settings, notices,
+    and lines to show.
 
-    In a dry run, lines that need only config.json are printed before a refusal is raised.
+    The lines describe the layout and the estimates. If a dry run is refused, they are printed
+    before the error is raised.
 
     Raises:
         UserError: The run cannot start on these nodes.
-        ComponentFailure: A check failed.
+        ComponentFailure: A part of a check failed, for example a trial episode.
     """
     machine = cluster.machine(config)
     derived = derive(for_hosts(config), machine)
@@ -339,8 +354,9 @@ def _submit(job_file: Path, withdraw: ExitStack) -> str:
 
     Args:
         job_file: The job script.
-        withdraw: Undoes the preparation when closed. It is closed if the job was refused, but not
-            if the job may have been accepted.
+        withdraw: Callbacks that undo the preparation of a resume. The caller runs them after an
+            exception. If sbatch does not end in time, they are removed, because Slurm may have
+            accepted the job.
 
     Raises:
         ComponentFailure: sbatch failed or did not end in time.
@@ -369,7 +385,7 @@ def job_script(
         directory: The run directory.
         cluster: Nodes and Slurm options.
         rollout_nodes: Number of nodes with engines.
-        stop: Seconds that the trainers may take after Slurm's signal.
+        stop: Seconds for which the run may continue after Slurm's stop signal.
 
     Raises:
         UserError: The time limit or --signal leaves too little time, or a text cannot be written
@@ -390,7 +406,8 @@ def job_script(
         "--mem=0",
         *cluster.sbatch_options,
     ]
-    # Slurm parses shell quotes, but a backslash inside them still escapes the next character.
+    # Slurm parses quotes in #SBATCH lines as a shell does, with one difference: a backslash escapes
+    # the next character even inside single quotes. So it is doubled.
     quoted = (shlex.quote(option.replace("\\", r"\\")) for option in options)
     lines = "\n".join(f"#SBATCH {option}" for option in quoted)
     command = shlex.join(
@@ -424,14 +441,14 @@ def _check_text(directory: RunDirectory, cluster: Cluster) -> None:
 
 
 def _prefix() -> list[str]:
-    """Return the `env` command with the variables that the shipped scripts need; empty if there are
-    none."""
+    """Return the beginning of a command, `env NAME=VALUE ...`, that sets the variables which the
+    scripts in `launch/` need; return an empty list if they need none."""
     variables = [f"{name}={value}" for name, value in script_environment().items()]
     return ["env", *variables] if variables else []
 
 
 def manual_commands(config: RunConfig, directory: RunDirectory, rollout_nodes: int) -> str:
-    """Return the command to run on every node, for clusters without Slurm."""
+    """Return the commands of all nodes, one per line, for clusters without Slurm."""
     lines = [
         "# one command on each node, in any order; SESSION is any new name, equal on all nodes"
     ]

@@ -43,8 +43,8 @@ class Run:
 
     @property
     def export(self) -> Path | None:
-        """Path of the Hugging Face checkpoint that a complete run exports (`checkpoint.export_hf`);
-        None if missing."""
+        """Path of the Hugging Face checkpoint that the run exports when it is complete
+        (`checkpoint.export_hf`); None if it does not exist."""
         path = RunDirectory(self.path).hf_export
         return path if path.exists() else None
 
@@ -71,15 +71,17 @@ def train(
 ) -> Run:
     """Train on this machine until the run is complete, with progress on standard output.
 
-    Scorers import the reward in separate processes, so a script must call `train` under `if
-    __name__ == "__main__":`. Ctrl-C ends the run's processes and then raises KeyboardInterrupt.
+    Scorer processes import the script that defines the reward. The script must therefore call
+    `train` under `if __name__ == "__main__":`, or the import would start a run. Ctrl-C ends the
+    run's processes and then raises KeyboardInterrupt.
 
     Args:
         config: Settings, or the path of a YAML file with them.
         reward: A function or class of a module or script (not of a notebook cell), or its import
             path.
-        **settings: Settings that replace those of `config`: `steps=20`, `model={"path": ...}`,
-            `**{"model.path": ...}`.
+        **settings: Settings that replace those of `config`. A setting in a section is given as a
+            mapping or by its dotted name: `steps=20, model={"path": ...}` or `**{"model.path":
+            ...}`.
 
     Raises:
         UserError: Bad input.
@@ -105,7 +107,7 @@ def import_path_of(target: Callable[..., Any]) -> str:
     name = getattr(target, "__qualname__", repr(target))
     try:
         file = inspect.getsourcefile(target)
-    except TypeError:  # neither a function nor a class
+    except TypeError:  # `target` is neither a function nor a class.
         file = None
     if file is None or not Path(file).is_file() or not name.isidentifier():
         raise UserError(

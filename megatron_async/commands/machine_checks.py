@@ -1,4 +1,5 @@
-"""Checks of a machine beyond its Python packages, each with a remedy, for `doctor`.
+"""Checks of a machine for `doctor`, each with a remedy: driver, compilers, limits, InfiniBand and
+free space. Python packages are checked elsewhere.
 
 Invariants
 - Nothing is started except `nvidia-smi` and `nvcc --version`, with a time limit; nothing is
@@ -21,19 +22,22 @@ from typing import Final
 
 _GB: Final = 1e9
 _COMMAND_SECONDS: Final = 20.0
-# CUDA's own minimum versions of the driver; the glibc of SGLang's kernel wheels (manylinux_2_34).
+# Minimum driver version that each major version of CUDA requires, according to NVIDIA, and the
+# glibc that SGLang's kernel wheels require (manylinux_2_34).
 MIN_DRIVER: Final = {13: 580, 12: 525}
 MIN_GLIBC: Final = (2, 34)
 MIN_OPEN_FILES: Final = 65_536
 MIN_SHARED_MEMORY: Final = 16 * _GB
 MIN_DISK: Final = 100 * _GB
-MIN_LOCKED_MEMORY: Final = 16 * _GB  # assumed size of NCCL's buffers of all ranks of a node
+# Assumed total size of the buffers that NCCL locks for all ranks of a node.
+MIN_LOCKED_MEMORY: Final = 16 * _GB
 _INFINIBAND: Final = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """Facts about a machine; None for something that is missing. Sizes are in bytes.
+    """Facts about a machine. None means that something is missing. Sizes are in bytes, and
+    `open_files` and `locked_memory` are limits of a process.
 
     Attributes:
         locked_memory: The limit that `ulimit -l` shows; `resource.RLIM_INFINITY` for no limit.
@@ -58,7 +62,8 @@ class MachineFacts:
 
 @dataclass(frozen=True)
 class Check:
-    """One check as a line of `doctor`; `problem` is empty if nothing is wrong."""
+    """One check, which `doctor` prints as a line. `found` is what was found. `problem` is what is
+    wrong, with a remedy; empty if nothing is."""
 
     name: str
     found: str
@@ -69,8 +74,8 @@ class Check:
 
 
 def checks(machine: MachineFacts) -> list[Check]:
-    """Return all checks of a machine, in the order in which a start needs them; a CPU needs no
-    CUDA."""
+    """Return all checks of a machine, in the order in which the start of a run needs what they
+    check. A machine without a GPU is not checked for CUDA."""
     found = [
         Check(
             "open files (ulimit -n)",
@@ -134,8 +139,8 @@ def _build_tools(machine: MachineFacts) -> list[Check]:
 
 
 def _nccl(machine: MachineFacts) -> Check:
-    """Check that torch was built with the NCCL version of the installed wheel, which all processes
-    load."""
+    """Check that torch was built with the version of the installed NCCL package. All processes load
+    that package's library, which must fit torch."""
     built, wheel = machine.nccl_torch, machine.nccl_wheel
     found = f"torch built with {built or 'none'}, wheel {wheel or 'none'}"
     same = built is None or wheel is None or _numbers(built)[:2] == _numbers(wheel)[:2]
@@ -146,7 +151,8 @@ def _nccl(machine: MachineFacts) -> Check:
 
 
 def _infiniband(machine: MachineFacts) -> list[Check]:
-    """Check what NCCL needs to use InfiniBand; without libibverbs it silently uses TCP."""
+    """Check what NCCL needs to use InfiniBand: libibverbs, without which it silently uses slower
+    TCP, and enough locked memory."""
     devices = ", ".join(machine.infiniband)
     library = "found" if machine.verbs_library else "not found"
     limit = "unlimited"
@@ -179,7 +185,7 @@ def look() -> MachineFacts:
     import torch
 
     driver = _line(0, "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    # A driver that is too old for this torch makes CUDA unavailable.
+    # If the driver is too old for this torch, CUDA is not available, but the driver is found.
     cuda = torch.version.cuda if driver or torch.cuda.is_available() else None
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     return MachineFacts(

@@ -25,16 +25,18 @@ from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.summary import summarize
 
-# A model with random weights generates responses of maximal length, and none is right; a few
-# prompts are enough to show that.
+# Number of prompts of the evaluation before fine-tuning. A few are enough to show that a model with
+# random weights gives no right answer, and each takes long, because its response has the maximal
+# length.
 _PROMPTS_BEFORE_SFT = 64
 
 
 def quick_dtype(config: RunConfig) -> str:
-    """Return bfloat16 if `model.dtype` is auto and this CPU multiplies bfloat16; else
-    `model.dtype`.
+    """Return the value of `model.dtype` for the quickstart's fine-tuning.
 
-    On such a CPU bfloat16 is about twice as fast as float32, which `auto` would choose.
+    It is bfloat16 if `model.dtype` is auto, there is no GPU, and this CPU has instructions for
+    products of bfloat16. On such a CPU, bfloat16 is about twice as fast as float32, which `auto`
+    would mean. Otherwise it is `model.dtype`.
     """
     found = torch.cpu.get_capabilities()
     quick = found.get("avx512_bf16", False) or found.get("amx_bf16", False)

@@ -1,9 +1,11 @@
-"""`megatron-async replay RUN_DIR`: feeds recorded scheduler events to the current scheduler.
+"""`megatron-async replay RUN_DIR`: feeds the recorded events of a run to the scheduler of the
+installed code, to find out whether it decides as it did during the run.
 
 Invariants
 - An error that the scheduler raises is shown with its traceback at the event that caused it, and
   does not end the command.
-- Nothing is written. A run that still continues can be replayed up to its last complete line.
+- Nothing is written. The record of a run that is still running is replayed up to its last complete
+  line.
 - Each lineage (one start of the trainer) is replayed separately, as it was recorded. Each restart
   of the rollout manager within a lineage started a new record, and a long record consists of
   several files (`scheduler.record`). Each file is replayed separately, from its snapshot if it has
@@ -42,8 +44,8 @@ class Timeline:
     _tokens: int = 0
 
     def watch(self, exchange: Exchange) -> None:
-        """Count one exchange (an event and the scheduler's actions) and add its lines to the
-        timeline."""
+        """Count one exchange, which is an event and the actions that the scheduler returned, and
+        add its lines to the timeline."""
         self.events += 1
         for item in (exchange.event, *exchange.actions):
             self._counts[type(item).__name__] += 1
@@ -51,14 +53,16 @@ class Timeline:
                 self.lines.append(f"{exchange.index:>9}  {note}")
 
     def saw_raise(self, exchange: Exchange, error: Exception) -> None:
-        """Note an error, with its traceback, that the current scheduler raised at an exchange."""
+        """Add an error, with its traceback, that the scheduler raised for the event of
+        `exchange`."""
         text = "".join(traceback.format_exception(error)).rstrip()
         self.raised.append(
             f"event {exchange.index} ({exchange.event}) makes the scheduler raise\n{text}"
         )
 
     def _note(self, item: ev.Event | RecordedAction, event: ev.Event) -> str | None:
-        """Count an event or an action of `event`; return its line in the timeline, or None."""
+        """Count `item`, which is `event` or one of its actions; return its line in the timeline, or
+        None if it has no line."""
         match item:
             case ev.TokensArrived():
                 self._tokens += item.count
@@ -119,10 +123,15 @@ def records_of(run_directory: Path, lineage: int | None) -> list[Path]:
 
 
 def replay_command(run_directory: Path, lineage: int | None, timeline: bool) -> None:
-    """Replay each record and print its outcome, with `timeline` also what happened.
+    """Replay each record of a run and print whether the scheduler acted as recorded.
+
+    Args:
+        run_directory: The run directory.
+        lineage: Only the records of this lineage; None for all.
+        timeline: Whether to print a line for each batch and each unusual event too.
 
     Raises:
-        ComponentFailure: The current scheduler acts differently from a record.
+        ComponentFailure: The scheduler acted differently from a record.
     """
     differs: Divergence | None = None
     for path in records_of(run_directory, lineage):

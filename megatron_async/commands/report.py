@@ -1,4 +1,5 @@
-"""`megatron-async report`: prints the closing table of a run and writes its HTML page."""
+"""`megatron-async report`: prints the closing table of a run (its totals) and writes its HTML
+page."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,8 +48,8 @@ def closing_table(
 
 
 def where_things_are(directory: RunDirectory) -> str:
-    """Return lines with the paths of TensorBoard logs, metrics and exported checkpoint that
-    exist."""
+    """Return lines with the paths of the run's TensorBoard logs, metrics and exported checkpoint;
+    paths that do not exist are left out."""
     current = Path.cwd()
     results = (
         ("TensorBoard  tensorboard --logdir {}", directory.tensorboard),

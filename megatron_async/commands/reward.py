@@ -19,12 +19,13 @@ from megatron_async.tasks.rows import open_rows
 
 
 def reward_command(config_file: Path, overrides: Sequence[str], responses: Path) -> None:
-    """Print the score of each response with components, failures and time, then the scorers' log.
+    """Score the responses of a file and print each score with its components, failures and time;
+    then print what the scorers have logged.
 
     Args:
         config_file: YAML file with the reward's settings.
         overrides: Settings that replace those of the file.
-        responses: File with a row for each problem and its responses.
+        responses: File whose rows each contain a problem and one or more responses to it.
 
     Raises:
         UserError: A row is not valid; raised before anything is scored.
@@ -50,8 +51,8 @@ def reward_command(config_file: Path, overrides: Sequence[str], responses: Path)
 def _read(
     config: RunConfig, file: Path
 ) -> Iterator[tuple[str, tuple[Mapping[str, Any], Sequence[str]]]]:
-    """Yield for each row its line number in words, and its problem's payload with the responses to
-    it."""
+    """Yield a pair for each row of `file`: a text such as "line 3", and the payload of the row's
+    problem with the responses to it."""
     rows = open_rows(str(file), "", "--responses")
     data, source = config.task.files()[0], None
     columns = Columns.of(data.layout, data.columns, config.task.prompt_template)

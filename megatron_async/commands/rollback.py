@@ -1,16 +1,16 @@
 """Returns a run to an older checkpoint (`--resume RUN --from-step N`).
 
 Every process of a run resumes from the newest checkpoint that it finds. So a rollback renames the
-newer checkpoints once, before anything starts. They stay under their new names, unless a resume on
-one machine fails before it starts, or Slurm refuses its job; then the old names are restored.
+newer checkpoints once, before any process starts. The old names are restored only if the resume
+does not start: on one machine because it fails before, with Slurm because the job is refused.
 
 Invariants
 - Everything that can be refused is refused before the first checkpoint is renamed.
 - The newest checkpoint is renamed first, and each rename is durable before the next. A crash or
   power loss in between leaves a run that resumes from one of its checkpoints; the same command then
   renames the others.
-- The store is not touched here. Trajectories that the abandoned steps had trained on are available
-  again in the lineage that the resume starts.
+- The trajectory store is not changed here. The resume starts a new lineage at the older checkpoint.
+  In that lineage, trajectories on which the abandoned steps had trained can be trained on again.
 """
 
 from collections.abc import Sequence
@@ -34,9 +34,12 @@ from megatron_async.store.state import check_serves
 
 @dataclass(frozen=True)
 class Rollback:
-    """The checkpoint to return to, and the paths of newer checkpoints with their new names.
+    """A checked rollback, which renames checkpoints.
 
-    `newer` lists the damaged checkpoints first, then the others from the newest on.
+    Attributes:
+        target: The checkpoint to which the run returns.
+        newer: Old and new path of each newer checkpoint: first the damaged ones, then the others
+            from the newest to the oldest.
     """
 
     target: Checkpoint
@@ -51,7 +54,8 @@ class Rollback:
         return [_rename_durably(*names) for names in self.newer]
 
     def undo(self) -> None:
-        """Give renamed checkpoints their old names again, after a resume that did not start.
+        """Restore the old names of the checkpoints that `carry_out` has renamed, because the resume
+        did not start.
 
         Raises:
             UserError: A checkpoint cannot be renamed.
@@ -62,8 +66,8 @@ class Rollback:
 
 
 def rollback_to(directory: RunDirectory, step: int) -> Rollback:
-    """Check that a run can return to the checkpoint of `step`; return the renames, without making
-    them.
+    """Check that a run can return to the checkpoint of `step`; return the rollback, which has
+    renamed nothing yet.
 
     Raises:
         UserError: The run has no such checkpoint, or cannot resume from it.
@@ -99,7 +103,7 @@ def rollback_to(directory: RunDirectory, step: int) -> Rollback:
 
 
 def _steps(kept: Sequence[Checkpoint]) -> str:
-    """Format the steps of checkpoints for a message, such as "steps 2, 4"."""
+    """Format the steps of the checkpoints `kept` for a message, such as "steps 2, 4" or "none"."""
     steps = sorted(checkpoint.step for checkpoint in kept)
     if not steps:
         return "none"
@@ -107,14 +111,16 @@ def _steps(kept: Sequence[Checkpoint]) -> str:
 
 
 def _rename_durably(path: Path, new: Path) -> Path:
-    """Rename the checkpoint `path` to `new` durably and return `new`.
+    """Rename the checkpoint `path` to `new`, so that the new name survives a power loss; return
+    `new`.
 
     Raises:
         UserError: The checkpoint cannot be renamed.
     """
     try:
         path.rename(new)
-        # Otherwise a power loss could restore the old name, and a resume would use the checkpoint.
+        # Without this, a power loss could restore the old name, and a resume would then use the
+        # abandoned checkpoint.
         force_to_disk(new.parent)
         return new
     except OSError as error:

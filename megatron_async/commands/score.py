@@ -1,5 +1,5 @@
-"""`megatron-async score`: computes log-probs of given tokens with the trainer's model, at any
-layout."""
+"""`megatron-async score`: computes the log-probs of given tokens with the trainer's model, in any
+parallel layout."""
 
 import shutil
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ def score_command(
     session: str | None,
     index: int,
 ) -> None:
-    """Compute log-probs of the rows in `data` and write them to `out`.
+    """Compute the log-probs of the tokens in `data` and write them to `out`.
 
     Args:
         config_file: YAML file with the settings.
         overrides: Settings that replace those of the file.
-        data: Rows of tokens.
+        data: JSONL file with a sequence of tokens in each row.
         out: New safetensors file.
         session: Session that connects several nodes; None on one machine.
         index: Index of this node in the session.
@@ -54,7 +54,8 @@ def score_command(
     )
     with directory_of(config, "megatron-async score", session, index) as (directory, node):
         job.run(config, directory, node)
-    if session is None:  # other nodes may still write their logs
+    # With several nodes the directory stays, because other nodes may still write their logs.
+    if session is None:
         shutil.rmtree(directory.path)
     if index == 0:
         typer.echo(f"wrote the log-probs of {count:,} sequences to {out}")

@@ -1,8 +1,7 @@
 """`megatron-async settings [SECTION] [--of FILE]`: prints settings and their values in a file.
 
-With a file, it prints the values that a run of the file would use on this machine: settings that
-nobody has set are derived from the machine (`launcher.derived`) and the data
-(`launcher.preflight`).
+With a file, it prints the values that a run of the file would use on this machine. Among them are
+values that are derived from the machine (`launcher.derived`) and the data (`launcher.preflight`).
 """
 
 from collections.abc import Sequence
@@ -21,7 +20,8 @@ from megatron_async.launcher.preflight import check_run_leniently
 
 
 def settings_command(section: str, file: Path | None, overrides: Sequence[str]) -> None:
-    """Print the settings of a section, or of all sections, with their values in `file` if given.
+    """Print the settings of `section`, or of all sections if it is empty. With `file`, print their
+    values too.
 
     Raises:
         UserError: There is no such section or setting, or the file is not valid.
@@ -56,14 +56,14 @@ def settings_command(section: str, file: Path | None, overrides: Sequence[str]) 
 
 
 def _within(name: str, section: str) -> bool:
-    """Return whether the setting `name` is `section` or belongs to it; an empty section has all
-    settings."""
+    """Return whether the setting `name` is `section` itself or is in it. Every setting is in the
+    empty section."""
     return not section or name == section or name.startswith((f"{section}.", f"{section}[]."))
 
 
 def _head(setting: Setting, dumped: dict[str, object] | None) -> Text:
-    """Return a setting's name, type, range and default and, with `dumped`, its value in the
-    file."""
+    """Return a line with a setting's name, type, range and default. With `dumped`, the nested
+    mapping of the settings of a file, it also has the value in the file."""
     limits = f" ({setting.range})" if setting.range else ""
     text = Text.assemble(
         "  ",

@@ -1,4 +1,5 @@
-"""`megatron-async sft`: supervised fine-tuning on worked answers with the same Megatron trainer."""
+"""`megatron-async sft`: supervised fine-tuning on worked answers with the Megatron trainer that RL
+uses."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ def sft_command(
         UserError: Bad input.
         ComponentFailure: A rank failed.
     """
-    from megatron_async.commands.teacher import (  # imported here, because few runs need it
+    from megatron_async.commands.teacher import (  # Imported here, because few runs need a teacher.
         check_teacher,
         sample_from_teacher,
     )
@@ -77,8 +78,8 @@ def sft_command(
 
 
 def own_name(config: RunConfig) -> RunConfig:
-    """Return the settings with "-sft" added to the run's name, which leaves the name free for
-    `train`."""
+    """Return the settings with "-sft" added to the run's name, so that `train` with the same file
+    can use the name itself."""
     name = config.name
     return config.model_copy(update={"name": name if name.endswith("sft") else f"{name}-sft"})
 
@@ -86,6 +87,14 @@ def own_name(config: RunConfig) -> RunConfig:
 def run_sft(
     config: RunConfig, directory: RunDirectory, destination: Path, node: TrainerNode | None = None
 ) -> None:
-    """Run the trainer ranks of fine-tuning, which export a Hugging Face model to `destination`."""
+    """Fine-tune: run this machine's trainer ranks, which train and then export a Hugging Face model
+    to `destination`.
+
+    Args:
+        config: The settings.
+        directory: The run directory.
+        destination: Where the model is written.
+        node: This machine's part in a job over several machines; None for a job on one machine.
+    """
     module = "megatron_async.train_loop.sft_rank"
     RankJob("sft", module, (str(destination),), config.sft.batches).run(config, directory, node)

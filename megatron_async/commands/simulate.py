@@ -20,7 +20,7 @@ from megatron_async.simulate.show import check_plot, comments, label, plot, tabl
 from megatron_async.simulate.sweep import Point, run_points, sweep_points
 
 _WIDTH = 220
-"""Width of a table in columns, with --wide."""
+"""Width of a table in characters, with --wide."""
 
 
 def simulate_command(
@@ -32,7 +32,8 @@ def simulate_command(
     wide: bool = False,
     all_assumptions: bool = False,
 ) -> None:
-    """Simulate each point of the sweeps; print a table of results, comments and assumptions.
+    """Simulate each combination of the values in `sweeps` and `presets`; print a table of the
+    results, comments and assumptions.
 
     Raises:
         UserError: Bad input, or no point can be simulated.
@@ -65,9 +66,10 @@ def simulate_command(
 
 
 def figures_command(config: Path, overrides: Sequence[str]) -> None:
-    """Print the memory, disk space and times of a run on nodes with `simulate.gpu`.
+    """Print the estimated memory, disk space and times of a run on nodes whose GPUs are
+    `simulate.gpu`.
 
-    The headers of the shipped configuration files are this output.
+    The headers of the configuration files in `configs/` contain this output.
     """
     settings = load_simulation(config, overrides)
     per_node = settings.simulate.gpus_per_node
@@ -78,8 +80,12 @@ def figures_command(config: Path, overrides: Sequence[str]) -> None:
 
 
 def fit_command(file: Path, cut: int | None) -> None:
-    """Fit distributions to recorded lengths; print the fits and the settings that use the better
-    one.
+    """Fit a log-normal and a Weibull distribution to recorded response lengths; print both, and the
+    settings for the one that fits better.
+
+    Args:
+        file: File with the lengths.
+        cut: Limit at which longer responses were truncated, in tokens; None if none were.
 
     Raises:
         UserError: The file has no usable lengths.
@@ -114,7 +120,16 @@ def plan_command(
     wide: bool = False,
     all_assumptions: bool = False,
 ) -> None:
-    """Search for good plans, simulate the best of them, and print them with the assumptions.
+    """Search for layouts and schedules that train fast, simulate the best of them, and print them
+    with the assumptions.
+
+    Args:
+        config: File with the settings.
+        overrides: Settings that replace those of the file.
+        presets: Names of the schedule presets to consider, separated by commas.
+        top: Number of plans to simulate and print.
+        wide: Whether to print a wide table.
+        all_assumptions: Whether to print all assumptions instead of the most important three.
 
     Raises:
         UserError: Bad input, or no plan fits.
@@ -144,7 +159,8 @@ def _names(text: str) -> list[str]:
 def _print_assumptions(
     console: Console, points: Sequence[tuple[str, SimulationConfig]], everything: bool
 ) -> None:
-    """Print the three assumptions that change the results most; with `everything`, all of them."""
+    """Print the three assumptions that change the results most; with `everything`, print all
+    assumptions."""
     _, config = points[0]
     console.print("The three assumptions that change the results most:")
     for line in main_assumptions(config):

@@ -1,10 +1,10 @@
 """`megatron-async sft --from-teacher`: samples answers from a teacher and keeps those that are
 right.
 
-The teacher is a URL (an OpenAI-compatible endpoint) or the directory of a Hugging Face model, which
-one of the run's engines then serves. Answers are sampled for each training problem and scored by
-the run's reward. Accepted answers are written to `teacher.jsonl` in the run directory, in the order
-of the problems.
+The teacher is the URL of an OpenAI-compatible endpoint, or the directory of a Hugging Face model,
+which this command serves by an engine with the run's settings. Answers are sampled for each
+training problem and scored by the run's reward. Accepted answers are written to `teacher.jsonl` in
+the run directory, in the order of the problems.
 """
 
 import asyncio
@@ -36,22 +36,25 @@ from megatron_async.tasks.build import build_task
 from megatron_async.tasks.text_task import TextTask
 
 _REPORTS = 10
-# Number of concurrent requests for answers, which limits the connections to an address. An engine
-# of the run queues requests that it cannot process yet.
+# Number of concurrent requests for answers. An endpoint gets no more connections than this. An
+# engine may process fewer at once and queues the others.
 _CONCURRENCY = 64
-# Number of retries if the address is busy. If it stays busy, the command ends instead of waiting.
+# Number of retries of a request if the endpoint replies that it is busy. After them the command
+# ends with an error.
 _RETRIES = 3
 
 T = TypeVar("T")
 Ask: TypeAlias = Callable[[Problem, int], Awaitable[str]]
-"""Function that returns the teacher's answer to a problem; the number differs for each sample.
+"""Function that returns the teacher's answer to a problem. The second argument is a number that is
+different for every answer of the command.
 
 Raises ComponentFailure if the teacher fails.
 """
 
 
 def check_teacher(config: RunConfig, teacher: str) -> None:
-    """Raise UserError if the teacher cannot be used, before anything starts."""
+    """Raise UserError if `teacher` is not an address or model that can be used, or if other
+    settings of `sft` contradict it. This starts no process."""
     if _is_address(teacher):
         if not config.sft.teacher.model:
             raise UserError(
@@ -88,7 +91,8 @@ def sample_from_teacher(config: RunConfig, directory: RunDirectory, teacher: str
         ComponentFailure: The teacher failed.
     """
     accepted = directory.path / "teacher.jsonl"
-    task = build_task(config.task, config.model.path, config.eval)  # without evaluation problems
+    # The task without the problems that are held out for evaluation.
+    task = build_task(config.task, config.model.path, config.eval)
     assert isinstance(task, TextTask)
     available, _ = task.counts(0)
     limit = config.sft.teacher.prompts
@@ -167,7 +171,8 @@ async def _teach(
 
 @asynccontextmanager
 async def _tasks(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncIterator[list[asyncio.Task[T]]]:
-    """Run the coroutines concurrently as tasks; cancel unfinished tasks when the block ends."""
+    """Run the coroutines in `work` concurrently as tasks; cancel unfinished tasks when the block
+    ends."""
     tasks = [asyncio.create_task(coroutine) for coroutine in work]
     try:
         yield tasks
@@ -178,7 +183,7 @@ async def _tasks(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncIterator[list[a
 
 
 def _row(problem: Problem, response: str) -> dict[str, Any]:
-    """Return an accepted answer as a row of a fine-tuning file."""
+    """Return the accepted answer `response` to `problem` as a row of a fine-tuning file."""
     if problem.messages:
         return {"messages": [*problem.messages, {"role": "assistant", "content": response}]}
     return {**problem.fields, "prompt": problem.question, "response": response}

@@ -1,5 +1,5 @@
-"""`megatron-async trace RUN_DIR`: writes the newest steps on a time axis, as a file for
-Perfetto."""
+"""`megatron-async trace RUN_DIR`: writes a file in which the viewer Perfetto shows the newest steps
+of a run on a time axis."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,8 @@ def trace_command(run: Path, out: Path | None) -> None:
 
 
 def make_trace(directory: RunDirectory) -> dict[str, object]:
-    """Return the trace of all recorded events of the run.
+    """Return the trace of all recorded events of the run, as the content of a JSON file for
+    Perfetto.
 
     Raises:
         UserError: No event has a time.

@@ -63,8 +63,8 @@ def start_run(config: RunConfig, what: str) -> RunDirectory:
 
 
 def dry_run(config: RunConfig) -> None:
-    """Print what a start of `config` would use on this machine and what its checks find; create
-    nothing.
+    """Print the settings that a start of `config` would use on this machine and the findings of its
+    checks; create nothing.
 
     Raises:
         UserError: A start would be refused; raised after the layout is printed.
@@ -119,8 +119,15 @@ def resume_command(
 
 
 def complete(directory: RunDirectory, before: RunConfig, settings: RunConfig) -> str:
-    """Return a message if the run has trained all its steps and `settings` require no more; else
-    ""."""
+    """Return a message if the run needs no resume, otherwise an empty string.
+
+    It needs none if it has trained all its steps and `settings` do not raise their number.
+
+    Args:
+        directory: The run directory.
+        before: Settings of the run so far.
+        settings: Settings of the resume.
+    """
     if directory.outcome() is not RunOutcome.COMPLETE or settings.steps > before.steps:
         return ""
     return (
@@ -131,7 +138,14 @@ def complete(directory: RunDirectory, before: RunConfig, settings: RunConfig) ->
 
 @contextmanager
 def _prepared(directory: RunDirectory, config: RunConfig, back: Rollback | None) -> Iterator[None]:
-    """Prepare settings and checkpoints for a resume; undo this if the resume does not start."""
+    """Store the settings of a resume and rename checkpoints before the block. After the block, undo
+    both if the resume has not started.
+
+    Args:
+        directory: The run directory.
+        config: Settings of the resume.
+        back: The rollback to carry out; None for none.
+    """
     directory.prepare_resume(config)
     try:
         for path in back.carry_out() if back is not None else ():
@@ -145,12 +159,12 @@ def _prepared(directory: RunDirectory, config: RunConfig, back: Rollback | None)
 
 
 def _checked(config: RunConfig, directory: RunDirectory) -> tuple[PreflightResult, DeviceSplit]:
-    """Derive the settings for this machine and check them; return them with the division of
-    GPUs."""
+    """Derive settings from this machine and check the run; return the checked settings and the
+    division of this machine's GPUs."""
     check_one_machine(config)
     machine = Machine.here(config)
     derived = derive(config, machine)
-    # The checks import the packages of tasks and tokenizers, which is faster without collections.
+    # The checks import large packages, which is faster without garbage collection.
     with gc_disabled():
         checked = check_run(derived.config)
     notices = allocator_notices(derived.config, machine.device, os.environ)
@@ -167,7 +181,8 @@ def _run(
 ) -> None:
     """Run the training; if it is interrupted, print the command that resumes it.
 
-    `arguments` are those of a resume, which the command repeats if the resume has not started yet.
+    `arguments` are the user's further arguments of a resume. The printed command repeats them if
+    the resume had not started, because they were then not stored.
     """
     try:
         supervise(config, directory, devices)
@@ -205,8 +220,8 @@ def show_notices(checked: PreflightResult) -> None:
 def resume_lines(
     directory: RunDirectory, before: RunConfig, after: RunConfig, back: Rollback | None
 ) -> list[str]:
-    """Return lines that say where the run resumes, which steps it repeats, and which settings
-    changed.
+    """Return lines that say at which step the run resumes, which steps it repeats, and which
+    settings have changed.
 
     Raises:
         UserError: All checkpoints are damaged.

@@ -1,7 +1,7 @@
 """`megatron-async trajectories`: lists the trajectories of a run, prints one, or drops a group.
 
-Pure functions turn the results of a `StoreReader` into output for rich. Tokens are decoded by the
-function `decode` that the caller passes (a tokenizer's).
+Pure functions turn the results of a `StoreReader` into objects that rich prints. The caller passes
+them a tokenizer's function `decode`, which turns tokens into text.
 """
 
 from collections import Counter
@@ -36,7 +36,8 @@ def list_command(run: Path, state: str | None, limit: int, with_exported: bool) 
         run: The run directory.
         state: Only trajectories in this state; None for all.
         limit: Number of trajectories to print, the newest ones; 0 for all.
-        with_exported: Whether to include trajectories that compaction has moved to export files.
+        with_exported: Whether to include trajectories that are no longer in the database, because
+            compaction has moved them to export files.
 
     Raises:
         UserError: There is no run or no such state.
@@ -48,7 +49,8 @@ def list_command(run: Path, state: str | None, limit: int, with_exported: bool) 
     console = Console(soft_wrap=True)
     with closing(StoreReader(directory.store_file)) as reader, reader.at_one_moment():
         older = export.summaries(reader) if with_exported else []
-        # Exported trajectories are older than most of those in the store, but not than all.
+        # Exported trajectories are older than most, but not all, trajectories in the database, so
+        # the two lists must be merged.
         listed = sorted([*older, *reader.summaries()], key=lambda s: s.trajectory_id)
         console.print(listing(listed, state=state_filter, limit=limit or None))
         if reader.note:
@@ -59,8 +61,8 @@ def list_command(run: Path, state: str | None, limit: int, with_exported: bool) 
 
 
 def show_command(run: Path, trajectory_id: int) -> None:
-    """Print one trajectory of the store or its export files: prompt, segments with versions, and
-    reward.
+    """Print one trajectory: its prompt, its segments with their policy versions, and its reward. It
+    may be in the database or in an export file.
 
     Raises:
         UserError: There is no run or no such trajectory.
@@ -88,7 +90,7 @@ def drop_command(run: Path, trajectory_id: int) -> None:
     typer.echo(f"dropped (user), with its group: {', '.join(map(str, dropped))}")
 
 
-# ---------------------------------------------------------------- output
+# ---------------------------------------------------------------- objects that rich prints
 
 
 def listing(
@@ -97,7 +99,7 @@ def listing(
     state: TrajectoryState | None = None,
     limit: int | None = 50,
 ) -> RenderableType:
-    """Return the counts of trajectories by state, and a table of them.
+    """Return a line with the number of trajectories in each state, and a table of trajectories.
 
     Args:
         summaries: All trajectories.
@@ -137,8 +139,8 @@ def listing(
 
 
 def details(trajectory: Trajectory, decode: Decode) -> RenderableType:
-    """Return a trajectory's identity, score, prompt, and each segment with its author, for
-    printing."""
+    """Return a printable description of a trajectory: its number, state and reward, its prompt, and
+    the text of each segment with its author, which is the policy or the environment."""
     t = trajectory
     head = Table.grid(padding=(0, 2))
     facts = [
@@ -166,10 +168,11 @@ def details(trajectory: Trajectory, decode: Decode) -> RenderableType:
 
 
 def conversation(t: Trajectory, decode: Decode) -> Iterator[RenderableType]:
-    """Yield an episode for printing, turn by turn: each segment with author, version and loss mask.
+    """Yield printable lines of the episode `t`, turn by turn: each segment with its author, policy
+    version, loss mask and text.
 
-    Tokens are decoded as the policy saw or generated them. The mask is that of the first branch of
-    a turn.
+    The texts are decoded from the tokens that the policy read or generated. A turn may belong to
+    several branches of the episode; the printed mask is its mask in the first of them.
     """
     for turn in t.turns:
         follows = "first turn" if turn.parent is None else f"follows turn {turn.parent}"
@@ -192,7 +195,8 @@ def counts_line(summaries: Sequence[TrajectorySummary]) -> str:
 
 
 def state_text(state: TrajectoryState, batched_step: int | None, drop_reason: str | None) -> str:
-    """Format a state with its training step or the reason of a drop, such as "batched (step 3)"."""
+    """Format the state of a trajectory, such as "batched (step 3)", with the step whose batch it is
+    in, or else the reason for which it was dropped."""
     if batched_step is not None:
         return f"{state} (step {batched_step})"
     return state.value if drop_reason is None else f"{state} ({drop_reason})"
