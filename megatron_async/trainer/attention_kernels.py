@@ -3,8 +3,8 @@
 Invariants
 - A query attends only to keys of its own sequence, at or before its position, and within the
   sliding window if there is one.
-- Key/value heads that are shared by several query heads are not copied, except where torch's kernel
-  does not support sharing.
+- A key/value head that several query heads share is not copied, unless torch's attention function
+  does not support shared heads.
 
 On a GPU in half precision, this is torch's variable-length flash attention. On the CPU, and in
 float32 on a GPU (flash attention has no float32), each sequence is one call of
@@ -48,7 +48,8 @@ class Stream(NamedTuple):
 
 
 def packed_attention(stream: Stream) -> Tensor:
-    """Return softmax(scale · QKᵀ) V, [T, H, D], computed causally within each sequence."""
+    """Return softmax(scale * Q Kᵀ) V of shape [T, H, D] for the queries Q, keys K and values V of
+    `stream`. Each query attends only to its own sequence, up to its own position."""
     query_THD = stream.query_THD
     if not query_THD.is_cuda or query_THD.dtype not in (torch.float16, torch.bfloat16):
         return _per_sequence(stream)
@@ -84,10 +85,11 @@ def _per_sequence(stream: Stream) -> Tensor:
     window, grouped = stream.window, stream.group > 1
     wide: tuple[Tensor, ...] = (stream.query_THD, stream.key_TGD, stream.value_TGD)
     if not stream.query_THD.is_cuda and stream.query_THD.dtype.itemsize == 2:
-        # torch's backward pass on a CPU is five times slower in half precision.
+        # On a CPU, the backward pass of torch's attention is five times slower in half precision
+        # than in float32.
         wide = tuple(x_THD.float() for x_THD in wide)
-    # Transpose before splitting: a call inside the loop would run for every sequence of every
-    # layer.
+    # The tensors are transposed once here, before they are split, and not for each sequence in the
+    # loop below.
     split_1HLD = [x_THD.transpose(0, 1)[None].split(lengths, dim=2) for x_THD in wide]
     parts = []
     for length, query_1HLD, key_1GLD, value_1GLD in zip(lengths, *split_1HLD, strict=True):

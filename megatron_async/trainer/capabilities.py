@@ -3,7 +3,8 @@
 Invariants
 - Detection never imports a heavy package that is not installed. A broken optional package is
   reported and never makes detection fail.
-- A choice depends only on `Capabilities` and the settings, so `doctor` shows what a run would use.
+- A choice depends only on the detected `Capabilities`, the settings and the model's architecture.
+  So `doctor` shows the backends that a run would use.
 """
 
 import importlib
@@ -30,9 +31,10 @@ _ROW_BYTES = 16
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Versions of the installed libraries.
+    """Versions of the installed libraries, and the name of the GPU.
 
-    None means not installed; "broken: …" means installed, but the import fails with this error.
+    A version is None if the library is not installed. It is "broken: …", with the error, if the
+    library is installed but cannot be imported.
     """
 
     cuda: str | None
@@ -52,12 +54,14 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Backends:
-    """The backends that the trainer uses; most follow from the choice of the layers.
+    """The implementations that the trainer uses.
 
     Attributes:
         found: Installed libraries.
-        layers: Whose transformer layers are used.
-        layers_reason: Why, as one clause.
+        layers: Whether Transformer Engine's or local transformer layers (which need no further
+            library) are used. The implementation of attention, norms and rotary embeddings follows
+            from this.
+        layers_reason: Reason for `layers`, as one clause.
         experts: How the experts of a mixture-of-experts model are computed.
     """
 
@@ -68,19 +72,20 @@ class Backends:
 
     @property
     def transformer_engine(self) -> bool:
-        """Whether the layers, with their fused rotary embedding, are Transformer Engine's."""
+        """Whether Transformer Engine's layers are used, which apply the rotary embedding in a fused
+        kernel."""
         return self.layers == "transformer_engine"
 
     @property
     def gradient_accumulation_fusion(self) -> bool:
-        """Whether Apex's kernel for fused weight gradients is installed; Megatron uses the same
-        test."""
+        """Whether Apex's kernel is installed that adds weight gradients directly to the gradient
+        buffer. If Megatron can import it, Megatron uses it."""
         kernel = "fused_weight_gradient_mlp_cuda"
         return self.found.cuda is not None and importlib.util.find_spec(kernel) is not None
 
     def lines(self) -> list[tuple[str, str]]:
-        """Return a row (component, chosen backend and reason) for each component that `doctor`
-        prints."""
+        """Return the rows that `doctor` prints: for each component its name, and a text with the
+        chosen backend and the reason."""
         found, norm = self.found, "torch rms_norm, sequence-parallel aware"
         if found.cuda is None:
             device = "CPU (no CUDA device); Megatron-core runs through the device adapter, gloo"
@@ -119,7 +124,8 @@ def _version_of(module: str, distribution: str, attribute: str | None = None) ->
     Args:
         module: Module to import.
         distribution: Name of the package on PyPI.
-        attribute: Attribute that tells the intended package from another one with the same name.
+        attribute: Attribute that only the intended package has, if another package on PyPI has the
+            same name.
     """
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         return None
@@ -143,7 +149,8 @@ def detect() -> Capabilities:
         cuda=torch.version.cuda if cuda else None,
         device_name=torch.cuda.get_device_name() if cuda else None,
         transformer_engine=_version_of("transformer_engine.pytorch", "transformer-engine"),
-        # Recognized by its optimizers: the package `apex` on PyPI is a web toolkit.
+        # The package `apex` on PyPI is a web toolkit. NVIDIA's Apex is recognized by its
+        # optimizers.
         apex=_version_of("apex.optimizers", "apex", "FusedAdam"),
         triton=_version_of("triton", "triton"),
     )
@@ -180,10 +187,14 @@ def choose(
 
 
 def _experts(model: ModelConfig, chosen: Backends, a: Architecture, experts: Experts) -> Any:
-    """Return the backend of the experts. Raises UserError if `model.experts` requires an
-    unsupported one."""
+    """Return the implementation of the experts.
+
+    Raises:
+        UserError: `model.experts` requires an implementation that is not supported here.
+    """
     dtype, cuda = parameter_dtype(model), chosen.found.cuda is not None
-    fits = dtype is torch.bfloat16 or not cuda  # some versions of torch lack float32 on a GPU
+    # On a GPU, some versions of torch have no grouped_mm in float32.
+    fits = dtype is torch.bfloat16 or not cuda
     widths = (a.hidden_size, experts.ffn_size)
     fits &= all(width * dtype.itemsize % _ROW_BYTES == 0 for width in widths)
     engine = "transformer_engine" if chosen.transformer_engine else "sequential"
@@ -206,7 +217,8 @@ def _experts(model: ModelConfig, chosen: Backends, a: Architecture, experts: Exp
 def _layers(
     model: ModelConfig, found: Capabilities, architecture: Architecture | None
 ) -> tuple[LayerBackend, str]:
-    """Return whose transformer layers are used, and the reason as one clause."""
+    """Return which transformer layers are used, local ones or Transformer Engine's, and the reason
+    as one clause."""
     requested = model.attention_backend
     if requested == "sdpa":
         return "local", "model.attention_backend is sdpa"

@@ -7,11 +7,11 @@ everything at its end. With CUDA, it does nothing.
 Invariants
 - Calls of torch are redirected in the thread that entered the context, and in the backward passes
   that the thread starts. Another thread that calls Megatron must enter the context too, while the
-  first thread is still inside.
-- This is the only module that patches anything: inside the context, and in `import_megatron` at the
-  start of a process. With CUDA nothing is patched.
-- Results change by rounding at most. Redirected are the device of tensors, the random generator,
-  and (in `import_megatron`) the library that multiplies matrices.
+  first thread is still inside, because only the first thread patches functions for all.
+- This is the only module that replaces functions of torch or Megatron: inside the context, and in
+  `import_megatron` at the start of a process. With CUDA it replaces nothing.
+- Results change by rounding at most, because only three things change: the device of tensors, the
+  random generator and, by `import_megatron`, the library that multiplies matrices.
 
 Redirected names
 - `torch.cuda.current_device/set_device/synchronize/empty_cache` and streams refer to the CPU or do
@@ -44,8 +44,8 @@ def has_cuda() -> bool:
 
 
 def local_device(local_rank: int = 0) -> torch.device:
-    """Return the device of the rank with this number on its node: its GPU, or the CPU without
-    CUDA."""
+    """Return the device of the rank whose number on its node is `local_rank`: the GPU of this
+    number, or the CPU if the trainer does not run on CUDA."""
     return torch.device("cuda", local_rank) if has_cuda() else torch.device("cpu")
 
 
@@ -55,11 +55,11 @@ def current_device() -> torch.device:
 
 
 def import_megatron() -> None:
-    """Import Megatron-core at the start of a process, without torch's compiler on a CPU.
+    """Import Megatron-core at the start of a process.
 
-    Importing Megatron loads torch's compiler, which takes over a second, although nothing is
-    compiled on a CPU. If Megatron is already imported, this changes nothing. On AMD processors,
-    matrix products are directed to oneDNN.
+    On a CPU, `torch.compile` does nothing during the import, because nothing is compiled there and
+    loading torch's compiler takes over a second. If Megatron is already imported, this changes
+    nothing. On AMD processors, matrix products are then computed by the library oneDNN.
     """
     if has_cuda():
         importlib.import_module("megatron.core")
@@ -76,7 +76,8 @@ def _not_compiled(function: Any = None, **_options: Any) -> Any:
 
 @contextmanager
 def device_adapter() -> Iterator[None]:
-    """Run Megatron-core on the CPU inside this context; do nothing with CUDA or when nested."""
+    """Make Megatron-core run on the CPU inside this context. With CUDA, or inside another such
+    context, do nothing."""
     if has_cuda() or _CpuDeviceMode.threads.entered:
         yield
         return
@@ -103,7 +104,7 @@ def device_adapter() -> Iterator[None]:
 
 
 class _ThreadState(threading.local):
-    """Per-thread flag: whether the thread is inside `_CpuDeviceMode`."""
+    """Thread-local flag `entered`, which is true while the thread is inside `_CpuDeviceMode`."""
 
     entered = False
 
@@ -112,7 +113,7 @@ class _CpuDeviceMode(TorchFunctionMode):
     """Torch function mode that redirects calls which name CUDA to the CPU.
 
     Attributes:
-        threads: Per thread, whether the thread is inside this mode.
+        threads: Thread-local flag, true while the thread is inside this mode.
         patched: Whether `device_adapter` has replaced the functions of `torch.cuda`, which affects
             all threads.
     """
@@ -156,8 +157,8 @@ def _names_cuda(device: Any) -> bool:
 
 
 class _NoStream:
-    """Replacement for `torch.cuda.Stream`; a CPU has no streams, so all work on it is already
-    done."""
+    """Replacement for `torch.cuda.Stream`. A CPU has no streams: every call has ended when it
+    returns, so waiting for a stream does nothing."""
 
     _instance: "ClassVar[_NoStream | None]" = None
 

@@ -1,14 +1,16 @@
 """Computes the linear layers of all experts of a rank in one product, by torch's `grouped_mm`.
 
-Megatron's grouped experts (`TEGroupedMLP`) contain two of these layers in place of Transformer
-Engine's, with the same parameter names. Routing and activation are Megatron's.
+`GroupedLinear` replaces Transformer Engine's linear layer, of which Megatron's grouped experts
+(`TEGroupedMLP`) contain two, and has the same parameter names. Routing and activation are
+Megatron's.
 
 Invariants
 - Results and gradients equal those of a separate product for each expert.
-- An expert without tokens has a zero gradient. So have all experts of a rank without tokens: torch
-  leaves their gradients unwritten, or writes garbage on some GPUs (pytorch#172439).
-- Each expert's weight is a separate parameter. The weights are stacked anew for every product, so
-  that no stacked copy is kept between forward and backward pass.
+- An expert without tokens has a zero gradient, also if no expert of the rank has tokens. In the
+  latter case torch leaves the gradients unwritten, or writes garbage on some GPUs (pytorch#172439),
+  so they are zeroed here.
+- Each expert's weight is a separate parameter. The weights are stacked again for every product, so
+  that no stacked copy takes memory between the forward and the backward pass.
 """
 
 from collections.abc import Callable
@@ -24,16 +26,17 @@ from torch import Tensor
 
 from megatron_async.algorithms.device_batch import to_device
 
-# Read only in the forward pass, and in its repetition with `recompute: feed_forward`.
+# Attributes of Megatron's token dispatcher. They are read only in the forward pass and, with
+# `recompute: feed_forward`, when the backward pass repeats it.
 _ROUTING: Final = ("probs", "routing_map", "reversed_local_input_permutation_mapping")
 
 
 def forget_routing(layer: MoELayer, _inputs: object, _output: object) -> None:
-    """Delete the routing that Megatron's dispatcher of `layer` keeps after a forward pass, to free
+    """Delete the routing that the token dispatcher of `layer` keeps after a forward pass, to free
     memory.
 
-    This is a hook. It runs after the forward pass, and after the backward pass, in which
-    `recompute: feed_forward` repeats the modules inside the layer.
+    This function is registered as a hook. It runs after the layer's forward pass, and again after
+    its backward pass, which with `recompute: feed_forward` repeats the forward pass.
 
     The routing probabilities keep their autograd graph alive, and the graph keeps the layer's input
     and its gradient. Without this hook, 48 layers of Qwen3-30B-A3B with 20,480 tokens keep 9.7 GB
@@ -66,13 +69,14 @@ class GroupedLinear(torch.nn.Module):
                 torch.empty(output_size, input_size, dtype=config.params_dtype, device=device)
             )
             init_method(weight)
-            # Tensor ranks have different experts, so the gradient norm must count each rank's.
+            # Each tensor rank has other experts. This mark makes Megatron count the gradients of
+            # every tensor rank in the gradient norm, and not only those of the first.
             set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
             self.register_parameter(f"weight{expert}", weight)
 
     def forward(self, rows_PI: Tensor, rows_of_expert: list[int]) -> tuple[Tensor, None]:
-        """Multiply each row by its expert's weight; return the result [P, out], and None for the
-        bias.
+        """Multiply each row by its expert's weight; return the result [P, out], and None in place
+        of a bias, as Megatron's linear layers do.
 
         Args:
             rows_PI: Inputs, sorted by expert.
@@ -82,7 +86,8 @@ class GroupedLinear(torch.nn.Module):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Autograd function that computes row · weightᵀ, with the weight of each row's expert."""
+    """Autograd function that computes row @ weightᵀ for each row, with the weight of the row's
+    expert."""
 
     @staticmethod
     def forward(ctx: Any, rows_PI: Tensor, counts: list[int], *weights_OI: Tensor) -> Tensor:

@@ -1,12 +1,14 @@
 """Runs microbatches through Megatron's pipeline schedule, to compute log-probs or gradients.
 
 Invariants
-- Only tokens with `loss_mask_T` != 0 are scored. Sequences without such tokens are not run.
-- The loss of a microbatch is its share of a sum that has already been divided by global counts.
-  Shares are added over microbatches and data-parallel ranks. A share that is not finite contributes
-  no gradient and is reported, so that every rank still takes part in every collective.
-- Between two microbatches the host waits for no result from the device: whether the shares were
-  finite is read once, after the last microbatch.
+- Log-probs are computed only for trained tokens, those with `loss_mask_T` != 0. Sequences without
+  trained tokens are not run.
+- The loss of a batch is divided by counts of the whole batch (`Denominators`), so the losses of its
+  microbatches on all data-parallel ranks add up to it. If the loss of a microbatch is not finite,
+  its gradient is set to zero and the reason is reported, so that every rank still takes part in
+  every collective.
+- Between two microbatches, the host does not wait for the device: whether the losses were finite is
+  read once, after the last microbatch.
 - Results are the same on every rank: the last pipeline stage computes them, its first tensor rank
   contributes them, and an all-reduce over all ranks distributes them.
 """
@@ -39,15 +41,15 @@ from megatron_async.trainer.parallel import RankLayout
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """A microbatch of this rank: the model's inputs, and the positions of its trained tokens in the
-    batch.
+    """A microbatch of this rank.
+
+    A dummy microbatch, which a rank runs if it has fewer microbatches than other ranks, has no
+    trained tokens; the model then runs on two tokens that do not affect the result.
 
     Attributes:
         packed: Inputs of the model.
-        rows: The trained tokens only, which are all that a loss needs.
-        index_R: Positions of the trained tokens in the batch's stream.
-
-    A dummy microbatch has no rows; the model runs on two tokens that do not affect the result.
+        rows: The values that the loss needs, of the trained tokens only.
+        index_R: Positions of the trained tokens in the token stream of the batch.
     """
 
     packed: PackedInputs
@@ -64,10 +66,10 @@ class GradientResult:
     """Result of a gradient computation.
 
     Attributes:
-        metrics: Sums over all ranks.
-        logprobs_T: Log-probs of the trained tokens that the loss was computed from; 0 elsewhere.
-        reason: Why the loss of this rank is not finite; None if it is.
-        num_microbatches: Microbatches that each rank ran.
+        metrics: Metrics of the loss, summed over all ranks. logprobs_T: Log-probs of the trained
+            tokens, from which the loss was computed; 0 for other tokens. reason: Why a loss of this
+            rank is not finite; None if all are finite. num_microbatches: Number of microbatches
+            that each rank ran.
     """
 
     metrics: LossMetrics
@@ -114,8 +116,8 @@ class PolicyRunner:
 
     @torch.no_grad()
     def logprobs(self, batch: DeviceBatch) -> Tensor:
-        """Return log pi(token) at the batch's temperature, [T], where the loss mask is set; 0
-        elsewhere."""
+        """Return log pi(token) of each trained token of the batch at its sampling temperature, and
+        0 for other tokens, [T]."""
 
         def no_loss(_output: TokenLogprobs, _micro: Microbatch) -> Tensor:
             return self._zero()
@@ -131,10 +133,10 @@ class PolicyRunner:
         *,
         entropy: bool,
     ) -> GradientResult:
-        """Compute the gradient of a minibatch's loss, add it to the gradient buffers, and reduce
-        them.
+        """Compute the gradient of a minibatch's loss in Megatron's gradient buffers, summed over
+        all ranks that share a parameter.
 
-        The loss is computed on the last pipeline stage, for every microbatch that is not a dummy.
+        The loss is computed on the last pipeline stage.
 
         Args:
             batch: Minibatch that the algorithm has prepared.
@@ -188,13 +190,13 @@ class PolicyRunner:
         Args:
             microbatches: This rank's microbatches.
             batch: The batch that they were taken from.
-            share: Returns a microbatch's share of the loss.
+            share: Function that returns the loss of a microbatch from the model's output.
             forward_only: Whether to skip the backward pass.
             entropy: Whether the model returns entropies.
 
         Returns:
-            The log-probs of all ranks' tokens in the order of the batch; 0 for tokens not trained
-            on.
+            The log-probs of the trained tokens of the whole batch, from all ranks; 0 for other
+            tokens.
         """
         logprobs_T = torch.zeros(batch.num_tokens, dtype=torch.float32, device=self._layout.device)
 
@@ -205,8 +207,8 @@ class PolicyRunner:
             output = model(micro.packed, temperature=batch.temperature, return_entropy=entropy)
 
             def finish(found: TokenLogprobs) -> tuple[Tensor, Tensor, None]:
-                """Return the loss, a token count (unused) and data to report (none), as Megatron
-                requires."""
+                """Return the three values that Megatron requires: the loss, a token count, which is
+                not used, and data to report, of which there are none."""
                 if self._counts and not micro.is_dummy:
                     logprobs_T[micro.index_R] = found.logprobs_R.detach().float()
                 return share(found, micro), self._zero(torch.int), None
@@ -218,11 +220,14 @@ class PolicyRunner:
             data_iterator=iter(microbatches),
             model=[self._model],
             num_microbatches=len(microbatches),
-            seq_length=self._token_budget,  # Not read, because stages send each other the shapes.
+            # Required, but not read: with `variable_seq_lengths`, stages send each other the
+            # shapes.
+            seq_length=self._token_budget,
             micro_batch_size=1,
             forward_only=forward_only,
         )
-        dist.all_reduce(logprobs_T)  # exactly one rank has each token's value
+        # For each token, exactly one rank has its log-prob, and all others have 0.
+        dist.all_reduce(logprobs_T)
         return logprobs_T
 
 
@@ -237,8 +242,8 @@ def _zero_gradient_unless(finite: Tensor, found: LossOutput) -> LossOutput:
 
 
 def _reason(algorithm: Algorithm, inputs: LossInputs, denominators: Denominators) -> str:
-    """Return why the loss of `inputs` is not finite, by computing it again with checks. Waits for
-    the device."""
+    """Return why the loss of `inputs` is not finite. To find out, compute the loss again with
+    checks, which wait for the device."""
     try:
         algorithm.loss(inputs, denominators)
     except NonFiniteError as error:
@@ -247,8 +252,8 @@ def _reason(algorithm: Algorithm, inputs: LossInputs, denominators: Denominators
 
 
 def build_microbatch(batch: DeviceBatch, sequences: Tensor) -> Microbatch:
-    """Pack these sequences of the batch end to end; return a dummy microbatch if `sequences` is
-    empty."""
+    """Return a microbatch with the sequences of the batch whose indices are in `sequences`; return
+    a dummy microbatch if there are none."""
     selected, index_T = batch.select(sequences), batch.tokens_of(sequences)
     if not len(index_T):
         return Microbatch(_dummy(batch.loss_mask_T.device), selected, index_T)

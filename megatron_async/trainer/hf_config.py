@@ -1,8 +1,8 @@
 """Builds Megatron's TransformerConfig from an `Architecture` and the parallel settings.
 
 Invariants
-- The TransformerConfig depends on the device only in its precision and in the fused kernels that
-  `capabilities.choose` reports.
+- The TransformerConfig is the same on all devices, except for the precision and for the fused
+  kernels that `capabilities.choose` finds available.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from megatron_async.trainer.device import has_cuda
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """Return GELU of `x` in its tanh form (Hendrycks and Gimpel, 2016, section 2)."""
+    """Return GELU of `x` in the approximation by tanh (Hendrycks and Gimpel, 2016, section 2)."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -39,22 +39,24 @@ ALIKE: Final[Mapping[str, object]] = MappingProxyType(
         "expert_tensor_parallel_size": 1,
         # Microbatches differ in length, so pipeline stages send each other the shapes.
         "variable_seq_lengths": True,
-        # Megatron checks this even without experts; the other dispatcher needs a fixed length.
+        # Megatron checks the dispatcher even if the model has no experts. Its default dispatcher
+        # does not support `variable_seq_lengths`.
         "moe_token_dispatcher_type": "alltoall",
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        # Gradients are summed over tokens; the loss has already been divided by the global count.
+        # Megatron must only sum gradients: the loss is already divided by the number of tokens of
+        # the whole batch.
         "calculate_per_token_loss": True,
     }
 )
-"""Megatron settings that do not depend on the model, its parallel layout or the device."""
+"""Megatron's settings that are the same for every model, parallel layout and device."""
 
 
 def softmax_scale(a: Architecture) -> float | None:
     """Return the scale of attention scores; None for Megatron's default, 1 / sqrt(head_dim).
 
-    YaRN's attention factor is included here instead of in the rotary angles, because Megatron's
-    fused rotary embedding ignores it for packed sequences.
+    The scale includes YaRN's attention factor. YaRN applies this factor to sines and cosines, which
+    has the same effect, but Megatron's fused rotary embedding ignores it for packed sequences.
     """
     if a.rope.score_scale == 1:
         return a.attention_scale
@@ -70,9 +72,9 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return Megatron's TransformerConfig for this model and layout.
 
-    Parameters start as zeros and are loaded later. Megatron's own initialization still has to run,
-    because it marks which parameters are split over tensor ranks; the gradient norm needs the
-    marks.
+    Parameters are initialized with zeros, because weights are loaded later. Megatron's
+    initialization cannot be left out: it also marks the parameters that are split over tensor
+    ranks, and the gradient norm needs these marks.
     """
     a = architecture
     dtype = parameter_dtype(model)
@@ -99,7 +101,8 @@ def transformer_config(
         "expert_model_parallel_size": parallel.expert,
         "sequence_parallel": parallel.sequence,
         "bias_activation_fusion": has_cuda() and a.activation == "silu",
-        # Without bias and dropout, fusing one addition would only make torch compile 8 variants.
+        # There is no bias and no dropout, so only one addition could be fused. For that, torch
+        # would compile 8 variants.
         "bias_dropout_fusion": False,
         "apply_rope_fusion": backends.transformer_engine,
         "gradient_accumulation_fusion": backends.gradient_accumulation_fusion,
@@ -112,7 +115,8 @@ def transformer_config(
             num_moe_experts=a.experts.num,
             moe_router_topk=a.experts.top_k,
             moe_ffn_hidden_size=a.experts.ffn_size,
-            # Softmax over the chosen experts equals softmax over all experts, renormalized.
+            # A softmax over the chosen experts only is equal to a softmax over all experts whose
+            # chosen values are divided by their sum (`normalize_top_k`).
             moe_router_pre_softmax=not a.experts.normalize_top_k,
             moe_router_load_balancing_type="none",
             moe_router_dtype="fp32",
@@ -127,7 +131,7 @@ def _recomputation(recompute: Recompute) -> dict[str, Any]:
     if recompute == "none":
         return {}
     if recompute == "feed_forward":
-        # Each layer has one of these two modules.
+        # Each layer has one of these two modules: an MLP, or experts ("moe").
         return {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]}
     settings = {"recompute_granularity": "full", "recompute_method": "block"}
     if recompute == "all":

@@ -1,8 +1,9 @@
-"""Specifies the modules of a transformer layer: local Megatron layers, or Transformer Engine's.
+"""Specifies the modules of which a transformer layer consists, for local layers and for Transformer
+Engine's layers.
 
-Local layers run everywhere. They consist of Megatron's tensor-parallel linear layers and this
-project's packed attention and RMSNorm. Transformer Engine's layers are used where
-`capabilities.choose` finds it usable.
+Local layers need no Transformer Engine and run on every device. They consist of Megatron's
+tensor-parallel linear layers and this project's packed attention and RMSNorm. `capabilities.choose`
+decides which of the two kinds is used.
 """
 
 from functools import partial
@@ -47,7 +48,7 @@ GROUPED_EXPERTS: Final = ModuleSpec(
 def block_spec(
     architecture: Architecture, config: TransformerConfig, backends: Backends
 ) -> TransformerBlockSubmodules:
-    """Return the spec of this pipeline stage's layers and of the final norm."""
+    """Return the specification of this pipeline stage's layers and of the model's final norm."""
     layer, norm = _local_layer_spec(architecture), RMSNorm
     if backends.transformer_engine:
         layer, norm = _transformer_engine_layer_spec(architecture, backends)
@@ -59,13 +60,14 @@ def block_spec(
 
 
 def _submodules(spec: Any) -> Any:
-    """Return the submodules of a spec; newer versions of Megatron store them in a partial."""
+    """Return the submodules of a module's specification. Newer versions of Megatron store them as
+    an argument of a `functools.partial`."""
     return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
 def _local_layer_spec(architecture: Architecture) -> ModuleSpec:
-    """Return the spec of a local layer, one that needs no Transformer Engine: Megatron's modules
-    with this project's packed attention and RMSNorm."""
+    """Return the specification of a local layer, which needs no Transformer Engine: Megatron's
+    modules with this project's packed attention and RMSNorm."""
     qk_norm = RMSNorm if architecture.qk_norm else IdentityOp
     row_linear = RowParallelLinearNorm if architecture.post_norms else RowParallelLinear
     return ModuleSpec(
@@ -92,7 +94,8 @@ def _local_layer_spec(architecture: Architecture) -> ModuleSpec:
 
 
 def _local_feed_forward(architecture: Architecture, row_linear: type) -> ModuleSpec:
-    """Return the spec of a local layer's feed-forward part: an MLP, or a mixture of experts."""
+    """Return the specification of a local layer's feed-forward part, which is an MLP or a mixture
+    of experts. `row_linear` is the class of its second linear layer."""
     if architecture.experts is not None:
         return ModuleSpec(
             module=MoELayer,
@@ -115,8 +118,9 @@ def _local_feed_forward(architecture: Architecture, row_linear: type) -> ModuleS
 def _transformer_engine_layer_spec(
     architecture: Architecture, backends: Backends
 ) -> tuple[ModuleSpec, Any]:
-    """Return Transformer Engine's layer (packed attention, norms fused into linear layers) and its
-    norm."""
+    """Return the specification of Transformer Engine's layer, and the class of its norm. In this
+    layer, attention supports packed streams, and norms are fused into the linear layers after
+    them."""
     from megatron.core.extensions.transformer_engine import TENorm
 
     layer = get_gpt_layer_with_transformer_engine_spec(

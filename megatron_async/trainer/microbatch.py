@@ -1,12 +1,13 @@
-"""Groups a batch's sequences into microbatches for every data-parallel rank; pure and
-deterministic.
+"""Groups a batch's sequences into microbatches for every data-parallel rank, by pure, deterministic
+functions.
 
 Invariants
 - Every sequence is in exactly one microbatch of one data-parallel rank, and is never split.
-- All data-parallel ranks get the same number of microbatches, at least one, because Megatron's
-  schedules and collectives run in step. A rank with less work gets smaller or empty microbatches
-  (an empty one is run as two dummy tokens with a zero gradient).
-- A microbatch exceeds the token budget only if it is a single sequence that is longer.
+- All data-parallel ranks get the same number of microbatches, at least one, because every rank must
+  take part in the collectives of each microbatch. A rank with less work gets smaller or empty
+  microbatches (for an empty one, the model runs on two dummy tokens with a zero gradient).
+- A microbatch has more tokens than the token budget only if it is a single sequence that is longer
+  than the budget.
 - There is no padding. The plan depends only on lengths, budget and number of ranks, so every rank
   computes the same plan from the same batch without communication.
 """
@@ -22,12 +23,14 @@ IndexArray = npt.NDArray[np.int64]
 
 
 def sequence_cost(lengths_S: npt.NDArray[np.integer], hidden_size: int) -> CostArray:
-    """Relative forward cost of each sequence, in units of one token's matrix products, [S].
+    """Return the cost of the forward pass of each sequence, [S], in units of one token's matrix
+    products with weights.
 
-    A dense layer of width D costs about 24 D^2 floating point operations a token in its matrix
-    products (QKV, output, a 4D feed-forward) and, causally, 2 L D a token in attention over a
-    sequence of L tokens; hence L (1 + L / 12 D). The constants follow the usual count
-    (arXiv 2104.04473, appendix); only the balance of work depends on them.
+    For a sequence of L tokens and a dense layer of width D = `hidden_size`, these products (query,
+    key, value and output projections, and a feed-forward part of width 4 * D) take about 24 * D^2
+    floating point operations per token. Causal attention takes 2 * L * D more per token. The sum
+    over the L tokens, divided by 24 * D^2, is L * (1 + L / (12 * D)). The constants follow the
+    usual count (arXiv 2104.04473, appendix); only the balance of work depends on them.
     """
     lengths = lengths_S.astype(np.float64)
     return lengths * (1.0 + lengths / (12.0 * hidden_size))
@@ -36,12 +39,20 @@ def sequence_cost(lengths_S: npt.NDArray[np.integer], hidden_size: int) -> CostA
 def plan_microbatches(
     lengths_S: npt.NDArray[np.integer], *, data_parallel: int, token_budget: int, hidden_size: int
 ) -> list[list[IndexArray]]:
-    """Balance sequences over data-parallel ranks by cost, then fill microbatches to the token
-    budget.
+    """Distribute sequences over data-parallel ranks so that their costs are balanced, and then over
+    the microbatches of each rank so that they keep the token budget.
 
-    Ranks are filled greedily, costliest sequence first (longest processing time rule: at most 4/3
-    of the optimum, Graham 1969). The number of microbatches is what the fullest rank needs by
-    first-fit decreasing; the other ranks spread their sequences over as many.
+    Sequences are given to ranks in the order of falling cost, each to the rank with the least cost
+    so far. The cost of the busiest rank is then at most 4/3 of the optimum (longest processing time
+    rule, Graham 1969). Next, the sequences of each rank are packed by first-fit decreasing: in the
+    order of falling cost, each into the first microbatch with enough tokens free. The rank that
+    needs the most microbatches determines the number for all ranks.
+
+    Args:
+        lengths_S: Length of each sequence in tokens.
+        data_parallel: Number of data-parallel ranks.
+        token_budget: Largest number of tokens of a microbatch.
+        hidden_size: Width of the model, for the cost.
 
     Returns:
         For each data-parallel rank, the batch indices of the sequences of each microbatch,
@@ -75,16 +86,23 @@ def balance(cost_S: CostArray, shards: int) -> list[IndexArray]:
 
 
 def _descending(cost_S: CostArray, indices: npt.NDArray[np.integer]) -> list[int]:
-    """Sort indices by falling cost; equal costs by rising index, so that plans are reproducible."""
+    """Sort `indices` by falling cost. Indices of equal cost are sorted by rising index, so that
+    plans are reproducible."""
     return sorted((int(index) for index in indices), key=lambda index: (-cost_S[index], index))
 
 
 def _first_fit(
     lengths: npt.NDArray[np.integer], cost_S: CostArray, shard: IndexArray, budget: int
 ) -> list[list[int]]:
-    """Pack a shard's sequences by first-fit decreasing into bins of at most `budget` tokens.
+    """Pack sequences by first-fit decreasing into bins (microbatches) of at most `budget` tokens.
 
     A sequence longer than `budget` gets its own bin.
+
+    Args:
+        lengths: Length of each sequence of the batch.
+        cost_S: Cost of each sequence of the batch.
+        shard: Indices of the sequences to pack, which are those of one data-parallel rank.
+        budget: Largest number of tokens of a bin.
     """
     bins: list[list[int]] = []
     free: list[int] = []
@@ -108,9 +126,19 @@ def _spread(
     count: int,
     budget: int,
 ) -> list[IndexArray]:
-    """Spread a shard's sequences over exactly `count` microbatches of nearly equal cost.
+    """Distribute the sequences of one data-parallel rank over exactly `count` microbatches of
+    nearly equal cost.
 
-    If that would exceed the token budget, return the bins of first-fit (`packed`) and empty bins.
+    If a sequence does not fit into any microbatch on the way, return the microbatches of `packed`
+    instead, with empty ones added.
+
+    Args:
+        lengths: Length of each sequence of the batch.
+        cost_S: Cost of each sequence of the batch.
+        shard: Indices of the sequences of this rank.
+        packed: Result of `_first_fit` for this rank, at most `count` microbatches.
+        count: Number of microbatches.
+        budget: Largest number of tokens of a microbatch.
     """
     bins: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count

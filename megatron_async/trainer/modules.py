@@ -1,4 +1,5 @@
-"""Layer modules that Megatron lacks, or has only for GPUs or with Transformer Engine."""
+"""Modules of layers that Megatron does not have, or has only for GPUs or only with Transformer
+Engine."""
 
 import math
 from typing import Any
@@ -17,11 +18,12 @@ from megatron_async.trainer.rotary import RotaryStream, rotate
 
 
 class RMSNorm(torch.nn.Module):
-    """Root mean square norm: x / sqrt(mean(x²) + eps) · w (Zhang and Sennrich, 2019, equation 4).
+    """Root mean square norm: x / sqrt(mean(x²) + eps) * w (Zhang and Sennrich, 2019, equation 4).
 
-    The factor is (1 + w) if the config's `layernorm_zero_centered_gamma` is set. The weight has the
-    attribute `sequence_parallel`, which tells Megatron to sum its gradient over the tensor ranks,
-    each of which saw only some of the tokens.
+    If the config's `layernorm_zero_centered_gamma` is set, the factor is 1 + w instead of the
+    weight w. Under sequence parallelism, each tensor rank normalizes only some of the tokens, so
+    the weight's gradients must be summed over the tensor ranks. Its attribute `sequence_parallel`
+    makes Megatron do that.
     """
 
     def __init__(
@@ -38,7 +40,8 @@ class RMSNorm(torch.nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalize the last dimension; the result has the dtype of `hidden`."""
         if self.zero_centered:
-            # Gemma multiplies in float32 before it rounds to the storage type.
+            # As in Gemma's published code, the product is computed in float32 and then rounded to
+            # the type of `hidden`.
             weight = 1.0 + self.weight.float()
             return F.rms_norm(hidden.float(), weight.shape, weight, self.eps).type_as(hidden)
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
@@ -48,8 +51,9 @@ class PackedAttention(MegatronModule):
     """Causal core attention over a packed stream, within each sequence only.
 
     It takes tensors of [T, 1, heads, head_dim] and returns [T, 1, heads * head_dim], as Megatron's
-    SelfAttention expects. It also applies the rotary embedding to queries and keys, because
-    Megatron would first round sines and cosines to the model's precision.
+    SelfAttention expects. It also applies the rotary embedding to queries and keys, in float32.
+    Megatron, which would otherwise apply it, rounds sines and cosines to the model's precision
+    first.
     """
 
     def __init__(
@@ -69,7 +73,7 @@ class PackedAttention(MegatronModule):
         if is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         ):
-            # Megatron counts the keys before a query, without the query's own position.
+            # Megatron's window size does not count the query's own position; `Stream.window` does.
             self.window = config.window_size[0] + 1
 
     def forward(
@@ -101,10 +105,11 @@ class PackedAttention(MegatronModule):
 
 
 class TorchRouter(TopKRouter):
-    """Megatron's top-k router, with the gating product in plain torch.
+    """Megatron's top-k router, with the product of its gate (router logits) computed by plain
+    torch.
 
-    Without Transformer Engine, Megatron 0.16.1 calls a kernel of it by a name that is then
-    undefined.
+    Megatron 0.16.1 would use a kernel of Transformer Engine and fail with a NameError if that is
+    not installed.
     """
 
     def gating(self, input: Tensor) -> Tensor:
@@ -113,8 +118,8 @@ class TorchRouter(TopKRouter):
 
 
 class RowParallelLinearNorm(RowParallelLinear):
-    """Row-parallel linear layer whose output is reduced and then normalized, before the residual is
-    added."""
+    """Row-parallel linear layer whose output is summed over the tensor ranks and then normalized.
+    The residual is added to the normalized output, as in Gemma 3."""
 
     def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, **kwargs)

@@ -1,19 +1,19 @@
 """An optimizer that updates the layers' matrices by Muon and all other parameters by AdamW.
 
-Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) moves a matrix along its momentum with
-all singular values made about equal. The update is scaled to the root mean square of Adam's, as by
-Liu et al. (2025, arXiv 2502.16982, section 2.2), so that one learning rate and one weight decay
-serve both.
+Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) updates a matrix by its momentum after
+orthogonalizing it, which makes all singular values about 1. The update is scaled so that the root
+mean square of its elements is about that of an Adam update (Liu et al. 2025, arXiv 2502.16982,
+section 2.2). Therefore one learning rate and one weight decay suit both optimizers.
 
 Invariants
 - Tensor parallelism changes nothing: the shards of a matrix are gathered, and the whole matrix is
   orthogonalized.
-- A matrix is a weight as Megatron fuses it (query, key and value; gate and up); each expert's
-  weight is a separate matrix.
-- Data-parallel ranks hold the same state and compute the same updates; nothing is sharded over
+- A matrix is one weight of Megatron's model, which fuses query, key and value, and also gate and
+  up. The weights of experts are separate matrices.
+- All data-parallel ranks have the same state and compute the same updates; nothing is sharded over
   them.
-- Every matrix has a momentum from the start, at first zero, in the optimizer's precision. The
-  matrix is orthogonalized in the model's precision, which is accurate enough.
+- Every matrix has a momentum from the start, at first zero, in the precision of the optimizer's
+  weights. The momentum is orthogonalized in the model's precision, which is accurate enough.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -29,18 +29,19 @@ from megatron_async.models.parameters import local_parameters
 from megatron_async.models.shards import ShardLayout
 from megatron_async.trainer.policy_model import PolicyModel
 
-# Polynomial of degree 5 by Jordan et al.; five rounds bring singular values to about 0.7 to 1.2.
+# Coefficients a, b, c by Jordan et al. of the polynomial a * s + b * s^3 + c * s^5. Applied five
+# times to the singular values s, it brings them to about 0.7 to 1.2.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ROUNDS = 5
 
 
 def matrices(model: PolicyModel) -> dict[Tensor, int | None]:
-    """Return the weights that Muon updates, and the dimension along which each is split over tensor
-    ranks.
+    """Return the weights of `model` that Muon updates.
 
     Returns:
-        A mapping from the optimizer's copy of each weight to the dimension; None if every rank has
-        the whole weight.
+        A mapping from the tensor that the optimizer updates (its float32 copy of the weight, or the
+        weight itself) to the dimension along which the weight is split over tensor ranks; None if
+        every tensor rank has the whole weight.
     """
     found: dict[Tensor, int | None] = {}
     for placed in local_parameters([model], model.architecture):
@@ -52,8 +53,8 @@ def matrices(model: PolicyModel) -> dict[Tensor, int | None]:
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW optimizer that updates those of its parameters that are in `matrices` by Muon
-    instead."""
+    """AdamW optimizer that updates the parameters in `matrices` by Muon, and all others by
+    AdamW."""
 
     def __init__(
         self,
@@ -73,7 +74,8 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient; delete the gradients of matrices."""
+        """Update all parameters that have a gradient. Afterwards the matrices have no gradient: it
+        is deleted so that AdamW does not update them too."""
         for group in self.param_groups:
             for matrix in group["params"]:
                 if matrix.grad is not None and matrix in self._matrices:
@@ -82,8 +84,8 @@ class Muon(torch.optim.AdamW):
         return super().step(closure)
 
     def _update(self, matrix: Tensor, rate: float, weight_decay: float) -> None:
-        """Update the momentum and then the values of one matrix, with Nesterov momentum and
-        decoupled decay."""
+        """Update the momentum of one matrix, and then its values by Nesterov momentum and decoupled
+        weight decay."""
         momentum = self.state[matrix][MOMENTUM].lerp_(matrix.grad, 1 - self._momentum)
         ahead = matrix.grad.lerp(momentum, self._momentum)  # Nesterov momentum
         direction, shape = orthogonalized(ahead.to(self._precision), self._matrices[matrix])
@@ -92,11 +94,12 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonalized(shard: Tensor, dim: int | None) -> tuple[Tensor, torch.Size]:
-    """Orthogonalize a matrix of which this rank has a shard; return its shard and the matrix's
-    shape.
+    """Orthogonalize a matrix of which this rank has `shard`; return this rank's shard of the
+    result, and the shape of the whole matrix.
 
-    The result has singular values of about 1. If the matrix is split along `dim`, this is
-    collective over the tensor ranks; with `dim` None, the shard is the whole matrix.
+    The result has singular values of about 1. If `dim` is None, `shard` is the whole matrix.
+    Otherwise the matrix is split along `dim` over the tensor ranks, and all of them must make this
+    call together.
     """
     if dim is None:
         return newton_schulz(shard), shard.shape
@@ -108,8 +111,11 @@ def orthogonalized(shard: Tensor, dim: int | None) -> tuple[Tensor, torch.Size]:
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
-    """Return about U Vᵀ of the matrix U S Vᵀ: singular values become 0.7 to 1.2, and zero stays
-    zero."""
+    """Return an approximation of U Vᵀ, where U S Vᵀ is the singular value decomposition of
+    `matrix`.
+
+    Singular values become 0.7 to 1.2 instead of 1, and those that are zero stay zero.
+    """
     a, b, c = _COEFFICIENTS
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     x = wide / wide.norm().clamp(min=1e-7)

@@ -7,9 +7,9 @@ While the trainer trains, all of its tensors are.
 Invariants
 - A tensor's values survive bit for bit, and so do all views of it: its storage is emptied and
   filled again, never replaced (Megatron's parameters, buckets and shards are views of buffers).
-- Gradients are the exception: every optimizer update zeroes them first, so their memory is freed
-  without a copy.
-- Nothing may read a tensor while it is off the device: an emptied storage has no bytes.
+- The values of gradients are not kept: every optimizer update sets them to zero first, so their
+  memory is freed without a copy.
+- No code may read a tensor while it is off the device, because its emptied storage has no bytes.
 - Tensors that are in host memory anyway (on a CPU, all of them) are not moved.
 """
 
@@ -34,15 +34,15 @@ class DeviceContents(enum.Enum):
 
 
 class NoOffload:
-    """No-op memory manager for `engines.placement: disaggregated`, where the trainer has its own
-    devices."""
+    """Replacement of `TrainerOffloader` that does nothing, for `engines.placement: disaggregated`,
+    where the trainer has its own devices."""
 
     def keep_on_device(self, contents: DeviceContents) -> None:
         """Do nothing: all of the trainer stays on the device."""
 
 
 class FreedStorages:
-    """Frees and reallocates tensor memory whose values need not be kept."""
+    """Frees the device memory of tensors whose values need not be kept, and allocates it again."""
 
     def __init__(self, moves: Callable[[Tensor], bool]) -> None:
         """Start with no memory freed; `moves(tensor)` returns whether a tensor is on a device to be
@@ -124,7 +124,7 @@ class TrainerOffloader:
         Args:
             trainer: Object with `wrapped` (Megatron's DistributedDataParallel) and `optimizer`
                 (Megatron's).
-            moves: Whether a tensor is on a device that must be cleared.
+            moves: Function that returns whether a tensor is moved, which it is if it is on a GPU.
         """
         self._trainer = trainer
         self._weights = HostCopies(moves)
@@ -133,7 +133,8 @@ class TrainerOffloader:
         self.contents = DeviceContents.ALL
 
     def keep_on_device(self, contents: DeviceContents) -> None:
-        """Move tensors so that exactly `contents` is on the device."""
+        """Move tensors so that exactly those of `contents` are on the device: all, only the
+        weights, or none."""
         if contents is DeviceContents.ALL:
             self._weights.onload()
             self._optimizer.onload()
@@ -148,8 +149,10 @@ class TrainerOffloader:
             elif not self._weights.offloaded:
                 self._weights.offload(weight_tensors(self._trainer))
             if torch.cuda.is_available():
-                torch.cuda.ipc_collect()  # frees buckets that engines no longer have open
-                torch.cuda.empty_cache()  # makes the caching allocator return the freed memory
+                # Frees the buckets of a weight update that engines have closed.
+                torch.cuda.ipc_collect()
+                # Returns freed memory to the device, so that engines can use it.
+                torch.cuda.empty_cache()
         self.contents = contents
 
 
@@ -168,14 +171,15 @@ def weight_tensors(trainer: Any) -> Iterator[Tensor]:
 
 
 def gradient_tensors(trainer: Any) -> Iterator[Tensor]:
-    """Yield the buffers in which an update accumulates gradients."""
+    """Yield the buffers in which Megatron sums the gradients of an update."""
     wrapped = trainer.wrapped
     for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
         yield buffer.grad_data
 
 
 def optimizer_tensors(trainer: Any) -> Iterator[Tensor]:
-    """Yield the optimizer's copies of the weights, and its moments."""
+    """Yield the optimizer's copies of the weights, and its state (Adam's moments, Muon's
+    momentum)."""
     for part in optimizer_parts(trainer.optimizer):
         for group in part.optimizer.param_groups:
             yield from (parameter.data for parameter in group["params"])

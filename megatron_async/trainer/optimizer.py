@@ -1,9 +1,11 @@
-"""Builds Megatron's optimizer with Adam or Muon, and applies updates unless they are not finite.
+"""Builds Megatron's optimizer with Adam or Muon, and applies updates whose loss and gradient are
+finite.
 
 Invariants
-- Gradients are summed over data-parallel ranks and microbatches, never averaged: the loss has
-  already been divided by global counts (`calculate_per_token_loss` turns Megatron's averaging off,
-  and `finalize` below leaves out Megatron's division by token counts).
+- Gradients are summed over data-parallel ranks and microbatches, and never averaged, because the
+  loss is already divided by counts of the whole batch. Megatron's setting
+  `calculate_per_token_loss` turns its averaging off, and `finalize` in this module leaves out its
+  division by token counts.
 - The learning rate is a pure function of the number of updates made, so it is neither saved nor
   restored.
 - An update with a non-finite loss or gradient norm on any rank is applied on no rank.
@@ -36,9 +38,10 @@ def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> f
     """Return the learning rate of update number `update` (from 0): linear warm-up, then constant or
     cosine.
 
-    Warm-up gives lr (u + 1) / (warmup + 1) at u < warmup, so that no update has rate 0. The cosine
-    (Loshchilov and Hutter 2017, arXiv 1608.03983, eq. 5, one period) goes from lr to min_lr over
-    the remaining updates and stays at min_lr.
+    While update < warmup_steps, the rate is lr * (update + 1) / (warmup_steps + 1), so that no
+    update has rate 0. Then the rate is lr, or the cosine (Loshchilov and Hutter 2017, arXiv
+    1608.03983, eq. 5, one period) that falls from lr to min_lr at update total_updates and stays
+    there.
     """
     if update < config.warmup_steps:
         return config.lr * (update + 1) / (config.warmup_steps + 1)
@@ -55,9 +58,9 @@ def wrap_data_parallel(
     """Wrap the model in Megatron's DistributedDataParallel, which sums gradients over data-parallel
     ranks.
 
-    Gradients are accumulated in contiguous float32 buffers. The hooks that Megatron's schedules
-    call are installed in the model's config. Gradient reduction overlaps the backward pass on GPUs;
-    a CPU has nothing to overlap.
+    Gradients are accumulated in contiguous float32 buffers. The functions that Megatron's pipeline
+    schedules call to sum gradients are set in the model's config. On GPUs, gradients are summed
+    over ranks while the backward pass continues; on a CPU, after it.
     """
     transformer_config = model.config
     wrapped = DistributedDataParallel(
@@ -77,10 +80,11 @@ def wrap_data_parallel(
 def finalize(
     models: list[MegatronModule], _num_tokens: torch.Tensor | None = None, **groups: Any
 ) -> None:
-    """Reduce gradients over data ranks, tensor ranks (norms) and pipeline ranks (tied embedding).
+    """Sum the gradients of every parameter over all ranks that have a copy of it.
 
-    Megatron would then divide by the token count; that is left out, because the loss is already
-    divided.
+    These are the data-parallel ranks, for norms also the tensor ranks, and for a tied embedding
+    also the first and last pipeline stages. Megatron's function of this name would then divide by
+    the number of tokens. That is left out, because the loss is already divided by it.
     """
     finalize_model_grads(models, None, **groups)
 
@@ -90,7 +94,7 @@ def build_optimizer(
 ) -> ChainedOptimizer:
     """Build Megatron's optimizer, with its state allocated.
 
-    Weight decay is decoupled; norms and biases have none.
+    Weight decay is decoupled, and is not applied to norms and biases.
     """
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -111,7 +115,9 @@ def build_optimizer(
     by_muon = matrices(unwrap(model)) if config.name == "muon" else {}
     for part in optimizer_parts(optimizer):
         groups = part.optimizer.param_groups
-        for group in groups:  # Megatron sets this in its own scheduler, which is not used here
+        # Megatron's own scheduler would set the weight decay of each group, but it is not used
+        # here.
+        for group in groups:
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
         if config.name == "muon":
             precision = torch.bfloat16 if bf16 else torch.float32
@@ -121,16 +127,17 @@ def build_optimizer(
 
 
 def optimizer_parts(optimizer: ChainedOptimizer) -> list[Any]:
-    """Return Megatron's optimizers for dense and expert weights, without those that have no weights
-    here."""
+    """Return Megatron's optimizers for dense weights and for expert weights, if this rank has such
+    weights."""
     return [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
 
 
 def _allocate_state(part: Any) -> None:
-    """Allocate zero moments before the first step, so that a checkpoint of step 0 is like any
-    other.
+    """Allocate the optimizer's state, with zero moments, before the first step.
 
-    torch's AdamW also needs a `step` for each parameter, which Megatron's initializer leaves out.
+    Otherwise a checkpoint of step 0 would contain other tensors than later checkpoints. torch's
+    AdamW also needs a `step` for each parameter, which Megatron's function for this does not
+    create.
     """
     inner = part.optimizer
     if not isinstance(inner, torch.optim.AdamW):
@@ -138,17 +145,18 @@ def _allocate_state(part: Any) -> None:
         return
     for group in inner.param_groups:
         for parameter in group["params"]:
-            if parameter not in inner.state:  # Muon has allocated the state of its matrices
+            # Not for Muon's matrices: Muon has allocated their state.
+            if parameter not in inner.state:
                 moments = {moment: torch.zeros_like(parameter) for moment in ADAM}
                 inner.state[parameter] = {"step": torch.tensor(0.0), **moments}
 
 
 def set_applied_updates(optimizer: ChainedOptimizer, count: int) -> None:
-    """Set Adam's count of updates, from which Adam corrects the bias of its moments (Muon has
-    none).
+    """Set the number of updates that Adam has made, by which it corrects the bias of its moments.
+    Muon has no such number.
 
-    torch keeps one count for each parameter; the fused optimizers keep one for each group (absent
-    at 0).
+    torch's AdamW keeps the number for each parameter. The fused optimizers keep it for each
+    parameter group, and a group has no number before the first update.
     """
     for part in optimizer_parts(optimizer):
         if isinstance(part.optimizer, torch.optim.AdamW):
@@ -165,11 +173,17 @@ def set_applied_updates(optimizer: ChainedOptimizer, count: int) -> None:
 def guarded_step(
     optimizer: ChainedOptimizer, *, rate: float, loss_is_finite: bool
 ) -> tuple[bool, float]:
-    """Clip and apply the gradients in the buffers, unless a loss or gradient is not finite on any
-    rank.
+    """Clip and apply the gradients in the buffers, unless the loss or the gradient norm of any rank
+    is not finite.
 
-    Megatron's own `step` would apply a NaN gradient norm (a comparison with NaN is false), so this
-    calls the same public methods with a check in between. It needs one collective of a scalar.
+    Megatron's own `step` would apply gradients whose norm is NaN, because every comparison with NaN
+    is false. So this function calls the same public methods as `step`, with a check in between. The
+    check costs one all-reduce of a scalar.
+
+    Args:
+        optimizer: Megatron's optimizer.
+        rate: Learning rate of the update.
+        loss_is_finite: Whether this rank's loss is finite.
 
     Returns:
         Whether the gradients were applied, the same on every rank, and their norm before clipping.
@@ -198,15 +212,15 @@ def guarded_step(
 def gradient_norm(optimizer: ChainedOptimizer) -> float:
     """Return the Euclidean norm of the whole model's gradient. Collective.
 
-    On a CPU the squares are summed in float64. Megatron would call `torch.norm` in float32 there,
-    whose result is 1.4 % too small for `torch.randn(136_000_000)`.
+    On a CPU the squares are summed in float64. Megatron would call `torch.norm` in float32, which
+    is not accurate on a CPU: for `torch.randn(136_000_000)`, its result is 1.4 % too small.
     """
     if has_cuda():
         return float(optimizer.get_grad_norm())
     square = 0.0
     for part in optimizer.chained_optimizers:
         norms = [
-            # A piece at a time, because the norm copies its argument to float64.
+            # The norm is computed in pieces, because it copies its whole argument to float64.
             torch.linalg.vector_norm(piece, dtype=torch.float64)
             for gradient in _gradients_of(part)
             for piece in gradient.flatten().split(1 << 20)
@@ -218,9 +232,9 @@ def gradient_norm(optimizer: ChainedOptimizer) -> float:
 
 
 def _gradients_of(part: Any) -> list[torch.Tensor]:
-    """Return this rank's share of the gradients in the norm, so that each element counts once
-    overall."""
-    if hasattr(part, "get_grads_for_grad_norm"):  # its name in newer versions of Megatron
+    """Return the gradients that this rank contributes to the gradient norm. Each element of the
+    model's gradient is contributed by exactly one rank."""
+    if hasattr(part, "get_grads_for_grad_norm"):  # The method's name in newer versions of Megatron.
         return list(part.get_grads_for_grad_norm())
     return list(part.get_main_grads_for_grad_norm())
 

@@ -4,9 +4,9 @@ Invariants
 - T tokens of S sequences follow each other without padding; `cu_seqlens_S1` starts with 0 and ends
   with T.
 - Rotary positions restart at every sequence; attention never crosses a border between sequences.
-- Only the R response rows reach the vocabulary projection. Row r is the token at position
-  `response_index_R[r]`; its log-prob comes from the hidden state one position earlier, in the same
-  sequence (the first token of a sequence has no log-prob).
+- Only the hidden states that predict the R response tokens reach the vocabulary projection.
+  Response token r is at position `response_index_R[r]`. Its log-prob comes from the hidden state
+  one position earlier, in the same sequence, so the first token of a sequence has no log-prob.
 """
 
 from dataclasses import dataclass
@@ -53,23 +53,24 @@ class TokenLogprobs:
 
     @property
     def device(self) -> torch.device:
-        """Device of the log-probs; Megatron's schedule reads this attribute of a last stage's
-        output."""
+        """Device of the log-probs. Megatron's pipeline schedule reads this attribute of the output
+        of the last stage."""
         return self.logprobs_R.device
 
 
 def pack_inputs(
     token_ids_T: Tensor, cu_seqlens_S1: Tensor, response_mask_T: Tensor
 ) -> PackedInputs:
-    """Build the model's inputs from a packed stream and a mask of the tokens to score.
+    """Build the model's inputs from a packed stream and a mask of the tokens whose log-probs are
+    wanted.
 
-    Waits for the device.
+    The call waits for the device, because the number of these tokens must be known on the host.
 
     Args:
         token_ids_T: Tokens of all sequences.
         cu_seqlens_S1: Position of each sequence's first token, and T at the end.
-        response_mask_T: Nonzero at tokens whose log-probs are wanted; never at a sequence's first
-            token, which no token precedes.
+        response_mask_T: Nonzero at tokens whose log-probs are wanted. It must be zero at the first
+            token of a sequence, whose log-prob is not defined.
     """
     num_tokens, borders = len(token_ids_T), cu_seqlens_S1.tolist()
     starts_T = spread(cu_seqlens_S1[:-1], cu_seqlens_S1, tokens=num_tokens)

@@ -1,14 +1,14 @@
 """Sets up torch.distributed and Megatron's parallel state from `ParallelConfig`, and closes them.
 
 Invariants
-- Every collective has the time limit `trainer.collective_timeout_seconds`, or a longer one where a
-  rank may stall for longer outside of collectives (`max_stall_seconds`).
+- Every collective has the time limit `trainer.collective_timeout_seconds`. If one rank may be busy
+  for longer while the others wait for it (`max_stall_seconds`), the limit is longer.
 - Ranks are ordered as in Megatron (`tp-cp-ep-dp-pp`): tensor ranks are adjacent, pipeline stages
   farthest apart.
 - Experts are not split over tensor ranks (expert tensor parallel size 1). Expert parallelism
   spreads whole experts over the tensor and data ranks of a stage.
-- Data order and model are seeded equally on all ranks of a replica. The tensor-parallel state of
-  the RNG tracker differs by tensor rank, as Megatron requires.
+- All ranks of one pipeline stage have the same seeds. Only the tensor-parallel random state of
+  Megatron's RNG tracker is different on each tensor rank, as Megatron requires.
 """
 
 import math
@@ -30,8 +30,8 @@ from megatron_async.engines.nodes import RENDEZVOUS_VARIABLE
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.trainer.device import device_adapter, has_cuda, local_device
 
-# Time for a stalled rank to notice its own limit, disconnect from the engine, and rejoin the
-# others.
+# Additional time for a rank whose own time limit (`max_stall_seconds`) has passed: it disconnects
+# from the engine for which it has waited, and reports the failure to the other ranks.
 _MARGIN_SECONDS = 60.0
 _PORT_SECONDS = 60.0
 
@@ -49,10 +49,11 @@ class RankLayout:
 
 
 def collective_limit(trainer: TrainerConfig, max_stall_seconds: float) -> timedelta:
-    """Return the time limit of collectives in which ranks wait for one rank that may stall.
+    """Return the time limit of collectives, in which ranks may have to wait for one rank that is
+    busy.
 
-    The limit exceeds `max_stall_seconds`, so that the stalled rank gives up first: only that rank
-    can name what it waited for.
+    The limit is longer than `max_stall_seconds`, after which the busy rank itself fails. Its error
+    comes first and says what it has waited for; the other ranks do not know that.
     """
     return timedelta(
         seconds=max(trainer.collective_timeout_seconds, max_stall_seconds + _MARGIN_SECONDS)
@@ -65,7 +66,8 @@ def start_process_group(
     """Join the process group described by torchrun's environment variables; return this rank's
     device.
 
-    Without those variables and with `parallel.ranks` 1, the process forms a group by itself.
+    If these variables are not set and `parallel.ranks` is 1, the process is the only member of its
+    group.
 
     Raises:
         UserError: The number of processes is not `parallel.ranks`.
@@ -86,7 +88,8 @@ def start_process_group(
     backend = "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
     try:
         if folder := os.environ.get(RENDEZVOUS_VARIABLE):
-            # Each attempt has its own file, because the old file holds the addresses of dead ranks.
+            # Each attempt of torchrun has its own file, because the file of the previous one has
+            # the addresses of dead ranks.
             attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
             rank, store = int(os.environ["RANK"]), dist.FileStore(f"{folder}/{attempt}")
             dist.init_process_group(
@@ -111,8 +114,9 @@ def start_process_group(
 def _join_process_group(backend: str, timeout: timedelta) -> None:
     """Join the process group at the address that torchrun chose, retrying while the port is in use.
 
-    torchrun chose a port that was free before this process had imported torch. A connection of
-    another process may have been given the same port since, usually only briefly.
+    The port was free when torchrun chose it, which was before this process imported torch. Since
+    then, the system may have given it to a connection of another process. Such connections are
+    usually short, so this function tries again.
     """
     deadline = time.monotonic() + _PORT_SECONDS
     while True:
@@ -134,8 +138,8 @@ def _join_process_group(backend: str, timeout: timedelta) -> None:
 def init_parallel(
     parallel: ParallelConfig, trainer: TrainerConfig, seed: int, max_stall_seconds: float = 0.0
 ) -> RankLayout:
-    """Create the process group and Megatron's groups, and seed all generators; return this rank's
-    layout.
+    """Create the process group and Megatron's parallel groups, and seed all random generators;
+    return this rank's position in the layout.
 
     Call this inside `device_adapter()`. Earlier model-parallel state of this process is replaced.
     """
@@ -168,8 +172,8 @@ def rank_layout(device: torch.device) -> RankLayout:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy, torch and Megatron's RNG tracker; as in Megatron-LM, pipeline stages
-    differ."""
+    """Seed Python, NumPy, torch and Megatron's RNG tracker. As in Megatron-LM, each pipeline stage
+    gets another seed."""
     stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(stage_seed)
     np.random.seed(stage_seed % 2**32)
@@ -178,7 +182,7 @@ def seed_everything(seed: int) -> None:
 
 
 def destroy_parallel() -> None:
-    """Destroy Megatron's parallel state and the process group; calling it twice is harmless."""
+    """Destroy Megatron's parallel state and the process group, if they exist."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
@@ -189,15 +193,15 @@ def destroy_parallel() -> None:
 def parallel_session(
     parallel: ParallelConfig, trainer: TrainerConfig, seed: int, max_stall_seconds: float = 0.0
 ) -> Iterator[RankLayout]:
-    """Enter the device adapter and set up parallelism for as long as this rank runs; yield its
-    layout.
+    """Enter the device adapter and set up parallelism for the duration of the block; yield this
+    rank's position in the layout.
 
     Args:
         parallel: Sizes of the parallel dimensions.
-        trainer: Holds the time limit of collectives.
+        trainer: Settings with the time limit of collectives.
         seed: Seed of all generators.
-        max_stall_seconds: How long one rank may be busy outside of collectives (with an engine that
-            receives weights) while the others wait for it.
+        max_stall_seconds: How long one rank may be busy while the others wait for it in a
+            collective, for example while it sends weights to an engine.
     """
     with ExitStack() as stack:
         stack.enter_context(device_adapter())

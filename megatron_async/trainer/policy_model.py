@@ -1,12 +1,12 @@
 """`PolicyModel`: Megatron's GPTModel on packed streams, returning log-probs of tokens, not logits.
 
 Invariants
-- No [tokens × vocabulary] tensor exists in forward or backward pass: the last stage passes hidden
-  states and the vocabulary-parallel head to `token_logprob`, which works in chunks.
-- Only response rows reach the head.
-- Hidden states keep Megatron's layout [T, 1, D]. Under sequence parallelism it is [T / tp, 1, D],
-  and the stream is padded to a multiple of tp by one dummy sequence, which no token attends to and
-  no response row reads.
+- No tensor of size tokens * vocabulary exists in the forward or backward pass: the last stage
+  passes hidden states and the vocabulary-parallel head to `token_logprob`, which works in chunks.
+- Only the hidden states that predict response tokens reach the head.
+- Hidden states keep Megatron's layout [T, 1, D]. Under sequence parallelism with tensor size tp it
+  is [T / tp, 1, D]. The stream is then padded to a multiple of tp by one dummy sequence, which
+  affects no other token and has no response tokens.
 """
 
 import logging
@@ -74,15 +74,16 @@ class PolicyModel(GPTModel):
             if isinstance(module, MoELayer):
                 module.register_forward_hook(forget_routing)
                 module.register_full_backward_hook(forget_routing)
-        # Plain attributes, so that they are not saved and stay in float32 in every precision.
+        # Plain attributes instead of buffers: they are not saved, and they stay in float32 if the
+        # model is cast to another precision.
         ropes = [rope for rope in (architecture.rope, architecture.local_rope) if rope is not None]
         self._inv_freqs = [inverse_frequencies(rope, architecture.head_dim) for rope in ropes]
 
     def forward(
         self, packed: PackedInputs, *, temperature: float = 1.0, return_entropy: bool = False
     ) -> TokenLogprobs | Tensor:
-        """Return the log-probs of the response tokens on the last stage, hidden states on earlier
-        stages.
+        """Return the log-probs of the response tokens on the last pipeline stage, and hidden states
+        on earlier stages.
 
         `temperature` divides the logits, as it did when the tokens were sampled.
         """
@@ -103,27 +104,28 @@ class PolicyModel(GPTModel):
         return self._token_logprobs(hidden, stream, temperature, return_entropy)
 
     def head_weight(self) -> Tensor:
-        """Return this rank's vocabulary shard of the head, [V / tp, D]; the embedding's if tied."""
+        """Return this rank's shard of the head's weight, [V / tp, D]. With tied embeddings, it is
+        the weight of the embedding."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
     def _mark_experts(self) -> None:
-        """Mark expert parameters, so that their gradients are summed over the ranks with the same
-        experts.
+        """Mark expert parameters, so that Megatron sums their gradients over all ranks with the
+        same experts.
 
-        No expert is split over tensor ranks, so each tensor rank sends its own tokens through whole
-        experts. Megatron marks parameters so (`allreduce` False selects the expert data-parallel
-        group) only if `parallel.expert` is above 1. Otherwise every tensor rank would keep only its
-        own share of the gradient.
+        Experts are not split over tensor ranks: each tensor rank sends its own tokens through whole
+        experts, so these ranks have to sum their gradients too. The mark, `allreduce` False,
+        selects the group of ranks that does this. Megatron sets the mark itself only if
+        `parallel.expert` is above 1.
         """
         for placed in local_parameters([self], self.architecture):
             if placed.rule.expert:
                 placed.parameter.allreduce = False  # type: ignore[attr-defined]
 
     def _pad_for_sequence_parallel(self, packed: PackedInputs) -> PackedInputs:
-        """Return the stream, padded by a dummy sequence to a multiple of tp under sequence
-        parallelism."""
+        """Return the stream. Under sequence parallelism, a dummy sequence pads it to a multiple of
+        the tensor parallel size."""
         multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         missing = -packed.num_tokens % multiple
         if not missing:
@@ -138,8 +140,8 @@ class PolicyModel(GPTModel):
         )
 
     def _packed_seq_params(self, stream: PackedInputs) -> PackedSeqParams:
-        """Return the borders of the packed sequences, and for layers without Transformer Engine the
-        rotations, as attention needs them."""
+        """Return what attention needs to know about the stream: the borders of its sequences and,
+        for local layers, the rotary rotation of each token."""
         borders = {
             "cu_seqlens_q": stream.cu_seqlens_S1,
             "cu_seqlens_kv": stream.cu_seqlens_S1,
@@ -148,8 +150,8 @@ class PolicyModel(GPTModel):
         }
         if self.backends.transformer_engine:
             return PackedSeqParams(qkv_format="thd", **borders)
-        # With `thd`, Megatron would remove the batch axis; PackedAttention expects
-        # [T, 1, heads, head_dim].
+        # If `qkv_format` were `thd`, Megatron would remove the batch axis, but PackedAttention
+        # expects [T, 1, heads, head_dim].
         rotations = tuple(
             Rotation.of(inv_freq, stream.position_ids_T)
             for inv_freq in self._inverse_frequencies(stream.token_ids_T.device)
@@ -159,8 +161,8 @@ class PolicyModel(GPTModel):
     def _angles_of_the_longest(self, stream: PackedInputs) -> Tensor | None:
         """Return the rotary angles for Transformer Engine's layers; None for other layers.
 
-        Transformer Engine's fused kernel restarts positions at each sequence, so one table for the
-        longest sequence is enough.
+        Transformer Engine's fused kernel counts positions from 0 in each sequence, so it needs only
+        one table of angles, as long as the longest sequence.
         """
         if not self.backends.transformer_engine:
             return None
@@ -169,12 +171,14 @@ class PolicyModel(GPTModel):
         return rotary_angles(inv_freq, torch.arange(stream.max_seqlen, device=device))
 
     def _inverse_frequencies(self, device: torch.device) -> list[Tensor]:
-        """Return the inverse rotary frequencies on `device`, moving them there once."""
+        """Return the inverse rotary frequencies on `device`. They are moved to the device at the
+        first call only."""
         self._inv_freqs = [inv_freq.to(device) for inv_freq in self._inv_freqs]
         return self._inv_freqs
 
     def _embedding_scale(self, dtype: torch.dtype) -> float:
-        """Return sqrt(D), rounded to the model's precision as Gemma's published code does."""
+        """Return sqrt(D), by which Gemma multiplies embeddings of width D. It is rounded to
+        `dtype`, the model's precision, as in Gemma's published code."""
         return float(torch.tensor(self.config.hidden_size**0.5, dtype=dtype))
 
     def _token_logprobs(
@@ -183,11 +187,13 @@ class PolicyModel(GPTModel):
         """Return the log-probs (and entropies) of the response tokens from the last hidden
         states."""
         rows_R = stream.response_index_R - 1
-        # Row t-1 predicts token t; rows whose prediction is not requested are skipped.
+        # The hidden state at position t - 1 predicts token t. Hidden states whose prediction is not
+        # requested are skipped.
         targets_T = stream.token_ids_T.roll(-1)
         weight = self.head_weight()
-        # The head's gradient is as large as the head, so the kernel adds it directly to the main
-        # gradient, in that precision. Megatron's own layers need Apex for this.
+        # The gradient of the head is as large as the head. To avoid another tensor of this size,
+        # the kernel adds it directly to Megatron's gradient buffer (`main_grad`), in the buffer's
+        # precision. Megatron's own layers need Apex for this.
         main_grad = getattr(weight, "main_grad", None) if torch.is_grad_enabled() else None
         result = token_logprob(
             hidden.squeeze(1),
@@ -227,6 +233,6 @@ def build_policy(
     seed_everything(seed)
     spec = block_spec(architecture, config, backends)
     model = PolicyModel(architecture, config, spec, backends, trainer.logprob_chunk_tokens)
-    for parameter in model.parameters():  # Megatron creates a router's weight on the host
+    for parameter in model.parameters():  # Megatron creates the weights of routers in host memory.
         parameter.data = parameter.data.to(device=current_device())
     return [model]

@@ -2,12 +2,13 @@
 
 Most of a model is stored more than once: everything on all data-parallel ranks, norms and routers
 also on all tensor ranks of a stage, a tied embedding on the first and the last stage. Each rank
-updates its own copy. So a gradient that does not reach all copies, or a device that computes
-wrongly, lets copies drift apart unnoticed, and only one of them is exported and saved.
+updates its own copy. If a gradient does not reach all copies, or a device computes wrongly, the
+copies become different. Without this check nothing would show it, because only one of the copies is
+exported and saved.
 
 Invariants
-- Which copies must be equal follows from the rules of the model's family, not from Megatron's
-  process groups: a wrong group is one of the faults that this check detects.
+- Which copies must be equal is derived from the rules of the model's family. It is not derived from
+  Megatron's process groups, because a wrong group is one of the faults that this check detects.
 - Values never leave their device. A rank sends one number and a name for each tensor that is stored
   more than once.
 - Every rank raises the same error, or none does.
@@ -33,21 +34,23 @@ from megatron_async.trainer.optimizer import optimizer_parts
 from megatron_async.trainer.policy_model import PolicyModel
 
 Report: TypeAlias = list[tuple[str, int, int]]
-"""For each tensor that a rank shares with others: its name, the owner of its copy, and its
-checksum."""
+"""Report of one rank: for each tensor of which several ranks have copies, its name, the owner of
+this rank's copy (`TensorCopy.owner`), and the checksum of this rank's slice of the copy."""
 
 
 @dataclass(frozen=True, eq=False)
 class TensorCopy:
-    """This rank's slice of one copy of a tensor: the elements from `begin` on, of `count` in the
-    whole.
+    """This rank's slice of one copy of a tensor.
 
-    Copies with the same `name` must be equal.
+    A copy may be stored by one rank, or in slices by several ranks. Copies with the same `name`
+    must be equal.
 
     Attributes:
-        owner: The lowest of the ranks that together store this copy in slices; this rank if it
-            stores the whole copy.
-        values_N: The elements.
+        name: Name of the tensor.
+        owner: The lowest of the ranks that store this copy, which identifies the copy.
+        values_N: The elements of this rank's slice.
+        begin: Index of the slice's first element in the copy.
+        count: Number of elements of the whole copy.
     """
 
     name: str
@@ -57,14 +60,14 @@ class TensorCopy:
     count: int
 
     def checksum(self) -> Tensor:
-        """Return the checksum of this slice, on its device; the checksums of a copy's slices add up
-        to its own."""
+        """Return the checksum of this slice, on its device. The sum of the checksums of all slices
+        is the checksum of the whole copy."""
         return checksum(self.values_N, (self.begin,), (self.count,))
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor whose copies on several ranks differ, and the groups of ranks whose copies agree."""
+    """A tensor whose copies differ. Within each of `rank_groups`, the copies are equal."""
 
     name: str
     rank_groups: tuple[tuple[int, ...], ...]
@@ -74,7 +77,8 @@ class Difference:
 
 
 def differences(reports: Sequence[Report]) -> list[Difference]:
-    """Return the tensors whose copies on several ranks differ, from the reports of all ranks."""
+    """Return the tensors whose copies differ, according to the reports of all ranks in the order of
+    their numbers."""
     totals: defaultdict[str, defaultdict[int, int]] = defaultdict(lambda: defaultdict(int))
     holders: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for rank, report in enumerate(reports):
@@ -96,7 +100,8 @@ class ReplicaCheck:
     ranks."""
 
     def __init__(self, model: PolicyModel, optimizer: ChainedOptimizer, every_steps: int) -> None:
-        """Determine which tensors are stored on several ranks. Collective.
+        """Determine of which tensors several ranks have copies. All ranks must create the object
+        together.
 
         Args:
             model: This rank's part of the model.
@@ -115,8 +120,8 @@ class ReplicaCheck:
         self._shared = {name for name, of in owners.items() if len(of) > 1}
 
     def after_step(self, step: int) -> None:
-        """Compare copies after this process's first step, and after every step that `every_steps`
-        divides.
+        """Compare copies if `step` is the first step after this object's creation, or a multiple of
+        `every_steps`.
 
         Raises:
             ComponentFailure: Copies differ; raised on every rank.
@@ -154,11 +159,11 @@ class ReplicaCheck:
 
 
 def stored_copies(model: PolicyModel, optimizer: ChainedOptimizer) -> Iterator[TensorCopy]:
-    """Yield this rank's parameters and the float32 copies that the optimizer has of half-precision
-    ones.
+    """Yield this rank's parameters, and then the float32 copies that the optimizer has of
+    half-precision parameters.
 
-    The order never changes. The optimizer has no copies of parameters in float32, which it updates
-    directly.
+    The order is the same at every call. Of float32 parameters the optimizer has no copies; it
+    updates them directly.
     """
     rank = dist.get_rank()
     names = {}
@@ -192,8 +197,8 @@ def _main_parameters(part: Any, rank: int) -> Iterator[tuple[Tensor, Tensor, int
 
 
 def _name(placed: LocalParameter) -> str:
-    """Return a name for a parameter, equal on exactly those ranks that must have the same
-    values."""
+    """Return a name for a parameter. Two ranks have the same name if and only if their values of
+    the parameter must be equal."""
     name = ", ".join(placed.tensor_names)
     if placed.size == 1 or placed.rule.layout is ShardLayout.REPLICATED:
         return name

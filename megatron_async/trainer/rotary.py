@@ -1,12 +1,12 @@
 """Rotary position embeddings (RoPE) of a packed stream.
 
 Invariants
-- Frequencies are computed in float32, in the order of operations that the engines and the published
-  models use: at position 4,000 one unit in the last place of a frequency is already an angle of
-  1e-4.
-- Angles are looked up by each token's own position, so no loop over sequences is needed.
-- Queries and keys are rotated in float32 and then rounded once, as SGLang does on a GPU. Sines and
-  cosines rounded to bfloat16 would add an error that grows with the context.
+- Frequencies are computed in float32, by the same operations in the same order as in the engines
+  and the published models. Otherwise the last bit of a frequency could differ, which at position
+  4,000 changes an angle by 1e-4.
+- The angles of each token are computed from its own position, so no loop over sequences is needed.
+- Queries and keys are rotated in float32 and rounded afterwards, as SGLang does on a GPU. If sines
+  and cosines were rounded to bfloat16, the error would grow with the context.
 """
 
 import math
@@ -39,9 +39,9 @@ class Rotation:
 class RotaryStream(PackedSeqParams):
     """Borders of packed sequences, together with the rotations that attention applies.
 
-    Megatron passes this object to every layer's core attention unchanged. `rotations` has one
-    entry, or two for a model whose sliding-window layers have a separate RoPE (Gemma 3); the second
-    entry is for those layers.
+    Megatron passes this object to the core attention of every layer unchanged. `rotations` has one
+    element. For a model whose sliding-window layers have a separate RoPE (Gemma 3), it has a second
+    element for these layers.
     """
 
     rotations: tuple[Rotation, ...] = ()
@@ -52,8 +52,8 @@ class RotaryStream(PackedSeqParams):
 
 
 def rotate(x_THD: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the pairs (i, i + D/2) of each head by the token's angles (Su et al., RoFormer, eq.
-    34).
+    """Rotate each pair of elements (i, i + D / 2) of a head of width D by the token's angle i (Su
+    et al., RoFormer, eq. 34).
 
     Returns:
         [T, heads, D] in the dtype of `x_THD`, computed in float32.
@@ -63,8 +63,8 @@ def rotate(x_THD: Tensor, rotation: Rotation) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """Autograd function of `rotate`; the backward pass rotates by the negative angles and needs no
-    input."""
+    """Autograd function of `rotate`. The backward pass rotates the gradient by the negative angles,
+    so the input need not be kept."""
 
     @staticmethod
     def forward(ctx: Any, x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
@@ -78,7 +78,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
-    # A product of bfloat16 and float32 is computed in float32; `copy_` rounds.
+    # The products of bfloat16 and float32 values are computed in float32. `copy_` rounds the sums
+    # to the type of `x_THD`.
     first, second = x_THD.chunk(2, dim=-1)
     rotated_THD = torch.empty_like(x_THD, memory_format=torch.contiguous_format)
     into_first, into_second = rotated_THD.chunk(2, dim=-1)
@@ -88,14 +89,18 @@ def _rotated(x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Return θ^(−2i/d) for i < d/2 (Su et al., RoFormer, section 3.2.2), scaled as `rope.kind`
-    says.
+    """Return the frequencies θ^(−2i/d) for i < d/2, where θ is `rope.theta` and d is `head_dim` (Su
+    et al., RoFormer, section 3.2.2), scaled by the method `rope.kind`.
 
-    The llama3 scaling is that of Llama 3.1's released code: wavelengths beyond the original context
-    are divided by `factor`, with a linear blend in the number of rotations between
-    `low_freq_factor` and `high_freq_factor`. YaRN's scaling is a linear blend in the dimension,
-    between the dimensions that rotate `beta_fast` and `beta_slow` times in the original context
-    (Peng et al., arXiv 2309.00071, section 3.2).
+    "linear" divides all frequencies by `rope.factor`. "llama3" and "yarn" divide low frequencies by
+    `rope.factor`, leave high ones unchanged, and use a mean of both in between, whose weights
+    change linearly:
+    - llama3, as in Llama 3.1's released code: a frequency is low if it makes fewer than
+      `rope.low_freq_factor` rotations in the original context, and high if it makes more than
+      `rope.high_freq_factor`. In between, the weights are linear in the number of rotations.
+    - yarn (Peng et al., arXiv 2309.00071, section 3.2): the weights are linear in the index i,
+      between the frequencies that make `rope.beta_fast` and `rope.beta_slow` rotations in the
+      original context.
 
     Returns:
         Float32 [head_dim / 2] on the CPU.
@@ -122,10 +127,12 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def _yarn_ramp(rope: Rope, head_dim: int) -> Tensor:
-    """Return the share of each frequency that YaRN divides by `rope.factor`, [head_dim / 2]."""
+    """Return YaRN's weight of the scaled frequency in the mean of scaled and unscaled frequency,
+    [head_dim / 2]: 0 for high frequencies, 1 for low ones."""
 
     def dimension(rotations: float) -> float:
-        """Return the dimension that rotates this many times in the original context."""
+        """Return the index (not rounded) of the frequency that makes this many rotations in the
+        original context."""
         wavelength = rope.original_max_positions / (rotations * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 

@@ -5,10 +5,10 @@ Invariants
 - Loss terms are normalized by global token counts, so the gradient does not depend on how the batch
   is split over data-parallel ranks and microbatches.
 - Log-probs are computed at the batch's sampling temperature.
-- `step` counts all batches, including skipped ones; it is the number of the policy version of the
-  current weights. The learning rate depends on `step` and on the number of the update within the
-  step, so skipped updates do not delay the schedule. `applied_updates` counts only applied updates,
-  as Adam does.
+- `step` counts all batches, including skipped ones, and is the number of the policy version of the
+  current weights. The learning rate depends on `step` and on the index of the update within the
+  step, so a skipped update does not delay the learning-rate schedule. The number of applied updates
+  is counted separately, because Adam needs it.
 """
 
 import logging
@@ -53,16 +53,18 @@ from megatron_async.trajectory.types import FloatArray, PolicyVersion
 
 logger = logging.getLogger(__name__)
 
-# Number of skipped updates in a row after which the run fails. One may be due to a rare batch;
-# three mean that the weights or the learning rate are at fault, which no further batch repairs.
+# Number of skipped updates in a row after which the run fails. A single one may be caused by an
+# unusual batch. Three mean that the weights or the learning rate are at fault, and further batches
+# would be skipped too.
 MAX_NONFINITE_STEPS = 3
 
 
 @dataclass(frozen=True, eq=False)
 class PolicyUpdate:
-    """One optimizer update, which was applied, or skipped for `reason`.
+    """One optimizer update. `reason` is why it was skipped; None if it was applied.
 
-    The defaults describe an update that failed before a gradient was computed.
+    The defaults of the other fields describe an update that was skipped before a gradient was
+    computed.
     """
 
     reason: str | None
@@ -83,23 +85,23 @@ class StepReport:
     """Results of one batch, which may have several optimizer updates; the same on every rank.
 
     Attributes:
-        step: Number of the batch (the policy version before it). The trainer's step is `step + 1`
-            afterwards, even if the batch was skipped.
-        loss: Mean over the updates that were applied.
-        grad_norm: Gradient norm of the last update, before clipping.
-        learning_rate: Rate of the last update.
+        step: Number of the batch, which is also the number of the policy version before it. After
+            the batch, even a skipped one, the trainer's step is `step + 1`.
+        loss: Mean loss of the updates that were applied; 0 if none was. grad_norm: Gradient norm,
+            before clipping, of the last update that was applied; of the last update if none was.
+            learning_rate: Learning rate of the last update.
         updates: Number of updates that were applied.
         skipped_updates: Number of updates that were skipped.
-        skipped: Whether no update was applied: the weights are unchanged, and the batch is to be
-            marked dropped(nonfinite).
+        skipped: Whether no update was applied. The weights are then unchanged, and the caller must
+            mark the batch as dropped with the reason nonfinite.
         skip_reason: Why the last skipped update was skipped; None if none was.
         num_tokens: Tokens of the batch, prompts included.
-        num_trained_tokens: Tokens with a loss.
-        num_microbatches: Microbatches of all updates, on this rank.
+        num_trained_tokens: Tokens of the batch that have a loss. num_microbatches: Number of
+            microbatches of all updates, on this rank.
         seconds: Wall time on this rank.
-        metrics: Scalars of the algorithm, token means over the whole batch.
-        log_weights: Logarithms of the raw importance weights of all trained tokens, one update
-            after the other.
+        metrics: Metrics of the algorithm, as means over the tokens of the whole batch. log_weights:
+            Logarithms of the importance weights, before any truncation, of all trained tokens. The
+            tokens of several updates follow each other.
     """
 
     step: int
@@ -124,10 +126,8 @@ class StepReport:
 
 
 class ReferencePolicy:
-    """Keeps in host memory the weights that a model has when this object is created.
-
-    Log-probs of a frozen reference policy are computed with these weights.
-    """
+    """The frozen reference policy: a copy in host memory of the weights that a model has when this
+    object is created."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -136,8 +136,8 @@ class ReferencePolicy:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Give the model the reference weights inside this context; restore its own bit-exactly at
-        the end."""
+        """Replace the model's weights by the reference weights inside this context. At its end,
+        restore the model's own weights bit for bit."""
         own = self._snapshot(self._own)
         try:
             self._install(self._frozen)
@@ -187,7 +187,8 @@ class PolicyTrainer:
 
         Args:
             config: The run's settings.
-            lineage: Number of this start of the trainer, part of the policy version.
+            lineage: Number that is different for every start of the trainer. It is a part of the
+                policy versions that this trainer creates.
             purpose: "rl" uses the settings `optimizer` and `steps`; "sft" (fine-tuning) uses
                 `sft.optimizer` and `sft.batches`.
 
@@ -230,7 +231,8 @@ class PolicyTrainer:
 
     @property
     def version(self) -> PolicyVersion:
-        """Policy version of the current weights: this trainer's lineage and its step."""
+        """Policy version of the current weights, which consists of the number of this start of the
+        trainer (lineage) and the trainer's step."""
         return PolicyVersion(self._lineage, self.step)
 
     @property
@@ -248,7 +250,8 @@ class PolicyTrainer:
         }
 
     def restore_progress(self, progress: Mapping[str, Any]) -> None:
-        """Set the counters to those that `progress` returned; the lineage does not change."""
+        """Set the trainer's counters to `progress`, which the method of this name returned before a
+        checkpoint. The lineage does not change."""
         self.step = int(progress["step"])
         self._nonfinite_in_a_row = int(progress["nonfinite_in_a_row"])
         self._applied = int(progress["applied_updates"])
@@ -257,7 +260,8 @@ class PolicyTrainer:
     # ------------------------------------------------------------ training
 
     def compute_logprobs(self, batch: TokenBatch) -> FloatArray:
-        """Return log pi(token) of every token with `loss_mask_T` != 0, [T], and 0 for other tokens.
+        """Return the log-prob of every trained token (`loss_mask_T` != 0) under the current
+        weights, and 0 for other tokens, [T].
 
         The result is the same on every rank. No gradient is computed.
         """
@@ -267,8 +271,8 @@ class PolicyTrainer:
         """Train on a batch: compute advantages and correction, then apply all optimizer updates.
 
         There are `schedule.updates_per_batch` updates in each of `algorithm.epochs` epochs. An
-        update that is not finite is skipped, counted and reported. If preparing the batch gives
-        values that are not finite, the whole batch is skipped.
+        update whose loss or gradient is not finite is skipped, counted and reported. If log-probs,
+        advantages or correction of the batch are not finite, the whole batch is skipped.
 
         Raises:
             ComponentFailure: `MAX_NONFINITE_STEPS` updates in a row were skipped, or copies of the
@@ -278,8 +282,8 @@ class PolicyTrainer:
         try:
             prepared, metrics = self._prepare(self._upload(batch))
         except NonFiniteError as error:
-            # All ranks skip the batch together: they compute the same values from the same batch,
-            # so each of them raises this error.
+            # Every rank computes the same values from the same batch, so all ranks raise this error
+            # and skip the batch together.
             self._nonfinite_in_a_row += 1
             return self._report(batch, [PolicyUpdate(str(error))], {}, began)
         updates: list[PolicyUpdate] = []
@@ -300,8 +304,8 @@ class PolicyTrainer:
         return DeviceBatch.of(batch, self.layout.device)
 
     def _prepare(self, batch: DeviceBatch) -> tuple[DeviceBatch, dict[str, float]]:
-        """Compute log-probs of the old and the reference policy if needed, then advantages and
-        correction.
+        """Compute the log-probs of the policy before this step and of the reference policy, if the
+        algorithm needs them; then compute advantages and correction.
 
         Returns:
             The prepared batch, and metrics.
@@ -324,11 +328,13 @@ class PolicyTrainer:
         except NonFiniteError as error:
             self._nonfinite_in_a_row += 1
             return PolicyUpdate(str(error))
-        # Entropy is reported even if the loss does not use it; measurements show a small cost.
+        # Entropy is always reported, even if the loss does not use it, because its measured cost is
+        # small.
         return self._update(minibatch, self.algorithm, denominators, number, entropy=True)
 
     def train_sft(self, batch: TokenBatch) -> StepReport:
-        """Make one optimizer update on the masked cross-entropy of the batch."""
+        """Make one optimizer update with the cross-entropy of the batch's trained tokens as
+        loss."""
         began = time.monotonic()
         sft = build_sft_algorithm()
         prepared, denominators = sft.prepare_minibatch(sft.prepare(self._upload(batch))[0])
@@ -346,7 +352,7 @@ class PolicyTrainer:
         *,
         entropy: bool,
     ) -> PolicyUpdate:
-        """Compute the gradient of a whole (mini)batch and apply it, unless it is not finite.
+        """Compute the gradient of a whole batch or minibatch, and apply it if it is finite.
 
         Args:
             batch: The prepared batch.
@@ -378,8 +384,11 @@ class PolicyTrainer:
         )
 
     def _explain(self, mine: str | None, grad_norm: float) -> str:
-        """Return why an update was skipped: the first rank's reason, else the gradient norm.
-        Collective."""
+        """Return why an update was skipped. All ranks must call this together.
+
+        It is the reason `mine` of the first rank that has one. If no rank has one, the loss was
+        finite, and the gradient norm is named.
+        """
         reasons: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(reasons, mine)
         known = next((reason for reason in reasons if reason is not None), None)
