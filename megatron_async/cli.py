@@ -1,8 +1,8 @@
 """The command line `megatron-async`.
 
-Exit codes: 0: done. 1: a component of a run failed. 2: bad input; the message names the setting and
-its value. 130: ended by Ctrl-C. 143: ended by SIGTERM. Heavy imports happen inside the commands, so
-that `--help` is fast.
+The exit code is 0 after success, 1 if a component of a run failed, 2 after bad input (the message
+names the setting and its value), 130 after Ctrl-C, and 143 after SIGTERM. Each command imports what
+it needs inside its function, so that `--help` is fast.
 """
 
 import os
@@ -58,11 +58,11 @@ DryRun = Annotated[
 
 
 def main() -> None:
-    """Run the command of the command line; for an expected error, print only its message and exit
-    with its exit code."""
+    """Run the command that the command line names. If it raises an expected error, print only the
+    error's message and exit with the error's exit code."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # Megatron's warnings at every import would hide the progress lines; `doctor` reports missing
-    # packages and their replacements.
+    # Megatron would print this warning in every process, between the lines of progress. `doctor`
+    # reports missing packages and what is used instead.
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -78,7 +78,7 @@ def main() -> None:
     except KeyboardInterrupt:
         _exit_with("ended by Ctrl-C", 130)
     except SystemExit as ended:
-        if ended.code == 130:  # typer exits so after an interrupt, and prints nothing
+        if ended.code == 130:  # After Ctrl-C, typer exits with this code and prints nothing.
             typer.echo("ended by Ctrl-C", err=True)
         raise
 
@@ -93,7 +93,8 @@ def _exit_with(message: str, code: int) -> None:
 
 
 def _need(config: Path | None, command: str) -> Path:
-    """Return the value of --config; raise UserError if it is missing."""
+    """Return `config`, the value of --config; raise UserError if it is missing. `command` is the
+    command that needs it."""
     if config is None:
         raise UserError(f"megatron-async {command} requires --config FILE (configs/ has examples)")
     return config

@@ -1,8 +1,8 @@
 """Defines the two errors that a user sees as one message instead of a traceback.
 
 `UserError` ends a command with exit code 2, `ComponentFailure` with exit code 1. Every other
-exception is a defect and keeps its traceback. This module also finds the cause of a process's end
-in its log.
+exception is a defect and keeps its traceback. This module also finds in the log of a process why
+the process ended.
 """
 
 import re
@@ -11,7 +11,7 @@ import signal
 from typing import Final
 
 ATTEMPT_LINE: Final = "the ranks of the trainer start"
-"""Line in the trainer's log that marks each start of the trainer's ranks."""
+"""Line that is written to the trainer's log at each start of the trainer's ranks."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 120
 
@@ -37,32 +37,35 @@ class ComponentFailure(Exception):
 
 
 class ProcessKilled(ComponentFailure):
-    """Raised when a signal ended a process; starting the process again may well succeed."""
+    """Raised when a signal has killed a process. Unlike other failures, this one may not occur
+    again if the process is restarted."""
 
 
 class Terminated(BaseException):
-    """Raised when this process receives SIGTERM, so that it shuts down in order, as with Ctrl-C."""
+    """Raised when this process receives SIGTERM, so that it ends its child processes and cleans up,
+    as after Ctrl-C."""
 
 
 def short_repr(value: object) -> str:
     """Return `repr(value)`, shortened to fit into an error message."""
     try:
         return _SHORT.repr(value)
-    except ValueError:  # Python does not convert numbers of more than 4300 digits to text
+    except ValueError:  # Python does not convert a number of more than 4300 digits to text.
         return "a number of thousands of digits"
 
 
 _RANK = re.compile(r"^\[rank(\d+)\]:\s?")
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?::\s*(.*))?$")
-# torchrun prints the first message when it ends, and the second before it restarts the ranks.
+# Two messages of torchrun that name a killed rank: `_KILLED` is printed when torchrun ends,
+# `_KILLED_BEFORE` before it restarts the ranks.
 _KILLED = re.compile(
     r"Root Cause.*?rank\s*: (?P<rank>\d+).*?exitcode\s*: -(?P<signal>\d+)", re.DOTALL
 )
 _KILLED_BEFORE = re.compile(r"failed \(exitcode: -(?P<signal>\d+)\) local_rank: (?P<rank>\d+)")
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _TRACEBACK = "Traceback (most recent call last):"
-# Exceptions that do not explain a failure: a launcher's report about its child processes, and
-# those that end a process on request.
+# Exceptions that do not explain a failure: torchrun raises ChildFailedError to report failed child
+# processes, and the others end a process on request.
 _NO_CAUSES = ("ChildFailedError", "KeyboardInterrupt", "SystemExit", "SignalException")
 _LONGEST_CAUSE = 400
 
@@ -91,9 +94,9 @@ def describe_exit(exit_code: int) -> str:
 def cause_in_log(text: str) -> str | None:
     """Return one line that says why a process ended, found in its log `text`; None if not found.
 
-    The line is about the signal that killed a rank of torchrun or, if there was none, about the
-    first Python exception. In a trainer's log, only the text after the last `ATTEMPT_LINE` is
-    searched.
+    If a signal killed a rank of torchrun, the line says which signal and rank. Otherwise it is the
+    first Python exception in the log. In a trainer's log, only the text after the last
+    `ATTEMPT_LINE` is searched.
     """
     text = text.rpartition(ATTEMPT_LINE)[2]
     killed = _KILLED.search(text) or _KILLED_BEFORE.search(text)
@@ -108,8 +111,9 @@ def cause_in_log(text: str) -> str | None:
 def _exceptions(text: str) -> list[str]:
     """Return the last line of every traceback in a log.
 
-    A chain of tracebacks contributes only its last one. If torch has marked the lines with a rank,
-    the line starts with `rank N: `.
+    Of a chain of tracebacks (an exception raised while another was handled), only the last one
+    counts. If torch has marked the lines of a traceback with a rank, the returned line starts with
+    `rank N: `.
     """
     found: list[str] = []
     inside = chained = False

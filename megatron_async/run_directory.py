@@ -1,14 +1,15 @@
 """Reads and writes a run directory: `runs/<name>/{config.yaml, metrics.jsonl, checkpoints/, ...}`.
 
 Invariants
-- A directory without a config.yaml is not a run; config.yaml is written last, when the directory is
-  complete.
+- A directory is a run if it has a config.yaml, which is written last, when the rest of the
+  directory is complete.
 - A new run never writes into the directory of another run; only `--resume` continues a run.
 - Settings are written only under the run's lock (`launcher/run_lock.py`), and read by the run's
   processes.
-- Processes exchange messages through `places`, through collectives, or through small files in the
-  run directory, which are written atomically.
-- Only its user can read a config.yaml that has the engines' key, from its first byte on.
+- Processes of a run communicate by the calls of `process_backends`, by collectives, or by small
+  files in the run directory, which are written atomically.
+- If config.yaml contains the engines' API key, only the user can read it, already while it is
+  written.
 """
 
 import json
@@ -29,7 +30,7 @@ _FAILURE_BYTES: Final = 1 << 16
 
 
 class RunOutcome(StrEnum):
-    """How a run's trainers ended, if they did not fail."""
+    """How the trainer ranks of a run ended, if they did not fail."""
 
     COMPLETE = "complete"
     STOPPED = "stopped"
@@ -52,25 +53,30 @@ class RunDirectory:
     path: Path
     config_file = _PathOf("config.yaml")
     resume_file = _PathOf("config.resume.yaml")
-    """Settings of a resume that has not started yet; `config_file` gets them when it starts."""
+    """Settings of a resume that has not started yet. When it starts, they are written to
+    `config_file`."""
     metrics_file = _PathOf("metrics.jsonl")
     tensorboard = _PathOf("tensorboard")
     checkpoints = _PathOf("checkpoints")
     store_file = _PathOf("trajectories.sqlite")
     events = _PathOf("events")
-    """Recorded scheduler events, one file per lineage (from a start or resume to the next one)."""
+    """Directory of recorded scheduler events. Each file belongs to one lineage, which is one start
+    of the trainer."""
     logs = _PathOf("logs")
     ray_token_file = _PathOf("ray-token")
-    """The key to the run's own Ray cluster (`cluster: ray` on one machine) while it is running."""
+    """Key of the Ray cluster that the run has started (`cluster: ray` on one machine), while the
+    cluster is running."""
     tokenizer_file = _PathOf("tokenizer.sha256")
-    """Digest of the tokenizer and chat template that the run started with and must keep."""
+    """Digest of the tokenizer and chat template with which the run was started. A resume must use
+    the same ones."""
     data_file = _PathOf("data.json")
-    """Identity of the data files that the run reads; see `tasks.data_identity`."""
+    """Identity of the data files that the run reads: the size and a hash of each file."""
     id_file = _PathOf("id")
-    """Random name of the run, for directories outside the run directory."""
+    """Random name of the run, which is part of the names of its directories outside the run
+    directory."""
     lineage_file = _PathOf("lineage")
     lock_file = _PathOf("run.lock")
-    """Locked by the launch that is running the run."""
+    """File that the launch which is running the run has locked."""
     hf_export = _PathOf("hf")
     failure_file = _PathOf("failure.json")
     failed_start_file = _PathOf("failed_start")
@@ -78,7 +84,7 @@ class RunDirectory:
     outcome_file = _PathOf("outcome")
 
     def never_trained(self) -> bool:
-        """Return whether a launch of this run has failed and no launch has trained a step."""
+        """Return whether a launch of this run has failed before any step was trained."""
         return self.failed_start_file.exists() and not self._has_trained()
 
     def check_free(self, *, resumable: bool = True) -> None:
@@ -167,28 +173,32 @@ class RunDirectory:
     def launched(cls, path: Path | str) -> "tuple[RunDirectory, RunConfig]":
         """Return an existing run directory and the settings of its current launch.
 
-        They are those of the resume if a resume has not started yet, else those of the run. For the
-        processes of a launch.
+        The processes of a launch call this. If the launch is a resume that has not started yet, the
+        settings are in `resume_file`, otherwise in `config_file`.
         """
         directory, config = cls.find(path, [])
         file = directory.resume_file
         return directory, load_run_config(file) if file.exists() else config
 
     def save_config(self, config: RunConfig) -> None:
-        """Write the run's settings, for the run's other processes and for a later resume."""
+        """Write the run's settings to config.yaml, from which the other processes of the run and a
+        later resume read them."""
         write_atomically(self.config_file, dump(config), private=bool(config.engines.api_key))
 
     def prepare_resume(self, config: RunConfig) -> None:
-        """Write the settings of a resume to a separate file, used until the resume has started."""
+        """Write the settings of a resume to `resume_file`. They become the run's settings only when
+        the resume has started, so that a resume which fails before changes nothing."""
         write_atomically(self.resume_file, dump(config), private=bool(config.engines.api_key))
 
     def begin(self, data: Mapping[str, Any] | None = None) -> None:
-        """Mark a launch as started: make its settings the run's, and remove an earlier outcome.
+        """Mark a launch as started: make the settings of a resume the run's settings, and remove
+        the outcome of an earlier launch.
 
-        Called once trainers and engines have loaded the weights. `data` is the identity of the data
-        files that the launch reads.
+        This is called when trainers and engines have loaded the weights. `data` is the identity of
+        the data files that the launch reads; None to keep the recorded one.
         """
-        # Removed first: with the new settings, a run that was complete may have more steps.
+        # The outcome is removed before the settings change: with the new settings, the run may have
+        # more steps, so it must not count as complete.
         self.outcome_file.unlink(missing_ok=True)
         if self.resume_file.exists():
             self._save_data(data)
@@ -218,31 +228,34 @@ class RunDirectory:
             return self.path / "weights"
         if not self.id_file.exists():
             write_atomically(self.id_file, f"{self.path.name}-{secrets.token_hex(8)}")
-        # The file's inode number stays when the run directory is moved, and differs in a copy.
+        # The inode number makes the name different for a copy of the run directory. It stays the
+        # same if the directory is moved.
         return Path(parent) / f"{self.id_file.read_text()}-{self.id_file.stat().st_ino:x}"
 
     def tokenizer_digest(self) -> str:
         """Return the digest of the tokenizer that the run started with; empty if none is recorded.
 
-        Earlier versions recorded none.
+        Runs of earlier versions of this program have none.
         """
         return self.tokenizer_file.read_text() if self.tokenizer_file.exists() else ""
 
     def next_lineage(self) -> int:
         """Return a new lineage number of this run (0, 1, 2, ...) and record it durably.
 
-        A lineage is the part of a run between a start or resume and the next one. No two get the
-        same number, even after a power loss.
+        A lineage is the part of a run between one start of the trainer and the next one. No two
+        lineages get the same number, even after a power loss.
         """
         lineage = self.lineages_so_far()
         write_atomically(self.lineage_file, f"{lineage}\n{lineage}\n", durable=True)
         return lineage
 
     def lineages_so_far(self) -> int:
-        """Return the number of lineages that the run has had: its first start and every resume.
+        """Return the number of lineages that the run has had, which is how often its trainer was
+        started.
 
-        A lineage number that was used twice would make one policy version stand for two policies.
-        The file therefore has the newest number twice, so that a damaged digit is noticed.
+        If a lineage number were used twice, two different policies could have the same policy
+        version. Therefore the file contains the newest number twice: if it is damaged, the two
+        differ.
 
         Raises:
             UserError: If the number is missing or damaged.
@@ -263,12 +276,13 @@ class RunDirectory:
     def report_failure(self, message: str, exit_code: int, attempt: str = "") -> None:
         """Write the message of a failure to `failure_file`, for the launcher.
 
-        Only the first failure of an attempt is kept; it replaces that of an earlier attempt.
+        Of the failures of one attempt (one start of all trainer ranks), only the first one is kept.
+        A failure of an earlier attempt is replaced.
 
         Args:
             message: The message.
             exit_code: Exit code with which the failed process ends.
-            attempt: Identity of the attempt (`train_loop.attempt.current_attempt`).
+            attempt: Identity of the attempt, from `train_loop.attempt.current_attempt`.
         """
         known = json.loads(self.failure_file.read_text()) if self.failure_file.exists() else None
         if known is not None and known["attempt"] == attempt:
@@ -279,7 +293,8 @@ class RunDirectory:
     def pop_failure(self, except_of: str | None = None) -> dict[str, Any] | None:
         """Remove the reported failure and return it; None if there is none.
 
-        A failure of the attempt `except_of` is neither removed nor returned.
+        If the failure was reported by the attempt `except_of` (an identity as for
+        `report_failure`), it stays, and None is returned.
         """
         if not self.failure_file.exists():
             return None
@@ -294,16 +309,15 @@ class RunDirectory:
     def raise_failure(self, log_file: Path) -> None:
         """Raise the failure that a process of the run has reported, with its message and type.
 
-        A process that could not even report its failure leaves nothing behind. If the disk is full
-        or not writable, this is reported as the cause; otherwise nothing is raised.
+        If no failure is reported, the process may have been unable to write its report. So if the
+        disk is full or not writable, a ComponentFailure says that; otherwise nothing is raised.
 
         Args:
             log_file: The process's log, which the message names.
 
         Raises:
-            UserError: If the process ended with exit code 2.
-            ComponentFailure: If it ended otherwise, or the run directory is missing or cannot be
-                written.
+            UserError: If the reported exit code is 2. ComponentFailure: If it is another one, or
+                the run directory is missing or cannot be written.
         """
         self.check_exists()
         left = self.pop_failure()
@@ -322,13 +336,15 @@ class RunDirectory:
             )
 
     def report_outcome(self, outcome: RunOutcome) -> None:
-        """Write how the trainers ended, for the launcher's process on the rollout side."""
+        """Write how the trainer ranks ended. The process that runs the rollout manager waits for
+        this."""
         write_atomically(self.outcome_file, outcome.value)
 
     def outcome(self, earlier: int = 0) -> RunOutcome | None:
-        """Return how the trainers ended; None while they are running or if they have failed.
+        """Return how the trainer ranks ended; None while they are running or if they have failed.
 
-        `earlier` is the stamp (see `outcome_stamp`) of an outcome to ignore.
+        `earlier` is the result of `outcome_stamp` before the launch. An outcome with this stamp
+        belongs to an earlier launch and is ignored.
 
         Raises:
             UserError: If the file is damaged.
@@ -344,7 +360,8 @@ class RunDirectory:
         return found
 
     def outcome_stamp(self) -> int:
-        """Return a number that identifies the trainers' reported outcome; 0 if there is none."""
+        """Return a number that identifies the present outcome file (its time of change); 0 if there
+        is none."""
         try:
             return self.outcome_file.stat().st_mtime_ns
         except FileNotFoundError:

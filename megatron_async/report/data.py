@@ -2,7 +2,7 @@
 
 Invariants
 - The run directory is only read, so that a report about a running run is possible.
-- A run without evaluations, or without the metric of a curve, is shown without them.
+- If a run has no evaluations, or not the metric of a curve, the report leaves them out.
 """
 
 import random
@@ -45,13 +45,13 @@ _EPISODE_ENDS = {
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive text of a response by one author.
+    """A part of a response that one author wrote: one policy version, or the environment.
 
     Attributes:
-        version: Policy version that wrote the text; None for the environment.
+        version: Policy version that wrote the text, in words; None for the environment.
         engine: Id of the engine that generated the text.
         tokens: Number of tokens of the text.
-        heading: Heading to show above the text, where a turn begins; otherwise empty.
+        heading: Heading to show above the text if a turn begins with it; otherwise empty.
     """
 
     text: str
@@ -63,13 +63,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class ReportSample:
-    """A trajectory or evaluated response that the report shows.
+    """A trajectory, or a response of an evaluation, that the report shows as an example.
 
     Attributes:
-        why: Reason for which it was chosen.
+        why: Why it was chosen, such as "highest reward".
         facts: Its reward, length and other facts in words.
         prompt: Text of its prompt.
-        pieces: Text of its response, by author.
+        pieces: Its response, in parts by one author each.
     """
 
     why: str
@@ -83,7 +83,7 @@ class RunData:
     """All values that the report shows of a run.
 
     Attributes:
-        settings: The settings that define the run, and its machine, by name.
+        settings: Texts of the main settings of the run and of its machine, by name.
     """
 
     name: str
@@ -94,11 +94,12 @@ class RunData:
     warnings: list[dict[str, Any]]
     samples: tuple[ReportSample, ...]
     episode_endings: Mapping[tuple[str, int], int] = field(default_factory=dict)
-    """Number of episodes for each way in which they ended and number of turns."""
+    """Number of episodes that ended in the same way after the same number of turns. The key has the
+    way in words and the number of turns."""
 
     @property
     def began(self) -> float:
-        """Seconds since the epoch at the end of the first step; 0 without any step."""
+        """Time of the end of the first step, in seconds since 1970; 0 if there is no step."""
         return min((line["time"] for line in (*self.train, *self.evaluations)), default=0.0)
 
 
@@ -138,10 +139,11 @@ def _settings(config: RunConfig, metrics_file: Path) -> Iterator[tuple[str, str]
 
 
 def _decoder(models: Sequence[Path]) -> Callable[[Sequence[int]], str]:
-    """Return a function from tokens to text, by the first of these models that has a tokenizer.
+    """Return a function that turns tokens into text by the tokenizer of the first model that has
+    one.
 
-    A relative path is found only from the directory in which the run was started. Without any
-    tokenizer the text says only the number of tokens.
+    If none has a tokenizer, the text only says how many tokens there are. This happens if `models`
+    has a relative path and the report is not made in the directory in which the run was started.
     """
     for model in models:
         with suppress(UserError):
@@ -155,11 +157,12 @@ def _decoder(models: Sequence[Path]) -> Callable[[Sequence[int]], str]:
 def _trajectories(
     directory: RunDirectory, decode: Callable[[Sequence[int]], str]
 ) -> tuple[tuple[ReportSample, ...], Counter[tuple[str, int]]]:
-    """Return some trajectories of a run to show, and how its episodes ended, counted.
+    """Return the trajectories of a run that the report shows, and the number of its episodes by how
+    they ended and by their number of turns.
 
     Args:
         directory: The run directory.
-        decode: Turns tokens into text.
+        decode: Function that turns tokens into text.
     """
     if not has_store(directory.store_file):
         return (), Counter()
@@ -184,11 +187,11 @@ def _ending(episode: TrajectorySummary) -> tuple[str, int] | None:
 
 
 def _evaluated(folder: Path) -> Iterator[ReportSample]:
-    """Generate, for each set's newest evaluation, the response with the lowest reward and the first
-    ones.
+    """Generate, for the newest evaluation of each set, the response with the lowest reward and then
+    the first responses.
 
     Args:
-        folder: The run's `evaluations/`.
+        folder: Directory `evaluations` of the run.
     """
     newest = {
         file.name.rpartition("-")[0]: file for file in sorted(folder.glob("*-*.jsonl"), key=_step)
@@ -197,13 +200,13 @@ def _evaluated(folder: Path) -> Iterator[ReportSample]:
         rows = list(json_lines(file.read_bytes()))
         worst = min(range(len(rows)), key=lambda i: rows[i].get("reward") or 0.0, default=0)
         for row in [*rows[worst : worst + 1], *rows[:worst], *rows[worst + 1 :]][:_MAX_ROWS]:
-            # Older versions of this program stored the question of the data instead of the prompt.
+            # Older versions of this program stored the data's question instead of the whole prompt.
             prompt = row.get("prompt") or row.get("question", "")
             written = [_version(PolicyVersion.parse(text)) for text in row.get("versions", ())]
             author = " and ".join(written) or f"version {_step(file)}"
             piece = Piece(_cut(row.get("response", "")), author, tokens=row.get("tokens", 0))
             pieces: tuple[Piece, ...] = (piece,)
-            # The messages begin with the prompt.
+            # For conversations, `messages` contains all messages, including those of the prompt.
             if row.get("messages"):
                 prompt, pieces = "", _pieces_of(row["messages"], author)
             yield ReportSample(f"evaluation {name}", _facts(row), _cut(prompt), pieces)
@@ -213,7 +216,7 @@ def _pieces_of(messages: Sequence[Mapping[str, Any]], author: str) -> tuple[Piec
     """Return the messages of a conversation, each with its role as heading.
 
     Args:
-        author: The policy version that wrote the assistant's messages.
+        messages: The messages. author: The policy version that wrote the assistant's messages.
     """
     shown = messages[: 2 * _MAX_TURNS]
     return tuple(
@@ -223,7 +226,8 @@ def _pieces_of(messages: Sequence[Mapping[str, Any]], author: str) -> tuple[Piec
 
 
 def _facts(row: dict[str, Any]) -> str:
-    """Return reward, score components and faults of an evaluated response in words."""
+    """Return the reward, the score's components and the problems of an evaluated response in
+    words."""
     reward, answer = row.get("reward"), row.get("answer")
     facts = ["no score" if reward is None else f"reward {reward:.3g}"]
     components = {k: v for k, v in row.get("parts", {}).items() if (k, v) != ("score", reward)}
@@ -251,17 +255,19 @@ def _cut(text: str, most: int = _MAX_CHARACTERS) -> str:
 
 
 def _step(file: Path) -> int:
-    """Return the step in the name of an evaluation's file; -1 if the name has none."""
+    """Return the step that is part of the name of an evaluation's file; -1 if there is none."""
     number = file.stem.rpartition("-")[2]
     return int(number) if number.isdecimal() else -1
 
 
 def _chosen(summaries: Sequence[TrajectorySummary]) -> list[tuple[str, TrajectorySummary]]:
-    """Choose the trajectories with a reward that the report shows; return each with the reason.
+    """Choose the trajectories that the report shows, among those that have a reward; return each
+    with the reason.
 
-    They are those with the highest and lowest reward, most tokens and most policy versions; of
-    equal ones the newest. Of episodes they are those with highest and lowest reward and a random
-    one, which is always the same for the same number of episodes.
+    If the trajectories are single responses, they are those with the highest reward, the lowest
+    reward, the most tokens and the most policy versions; of several equal ones, the newest. If they
+    are episodes, they are those with the highest and the lowest reward, and a random one. The
+    random one is always the same for the same number of episodes, so that a report can be repeated.
     """
     scored = sorted((s for s in summaries if s.reward is not None), key=lambda s: s.trajectory_id)
     if not scored:
@@ -295,12 +301,13 @@ def _sample(why: str, found: Trajectory, decode: Callable[[Sequence[int]], str])
 
 
 def _counted(things: Sequence[object], what: str) -> str:
-    """Return the number of things in words, such as `1 segment` or `2 segments`."""
+    """Return a text with the number of `things`, which are called `what`, such as `1 segment` or `2
+    segments`."""
     return f"{len(things)} {what}" if len(things) == 1 else f"{len(things)} {what}s"
 
 
 def _piece(segment: Segment, decode: Callable[[Sequence[int]], str]) -> Piece:
-    """Return the text of a segment with its author."""
+    """Return a segment as a `Piece`: its text with its author."""
     version = None if segment.from_environment else _version(segment.version)
     text = _cut(decode(segment.token_ids.tolist()))
     return Piece(text, version, segment.engine_id, len(segment))

@@ -1,7 +1,7 @@
 """Builds a self-contained HTML page about one run, or about several runs next to each other.
 
 Invariants
-- The page loads nothing: it contains plotly's script (4.8 MB) and every value.
+- The page loads no other file: it contains plotly's script (4.8 MB) and every value.
 - Text that comes from a run (prompts, responses, messages) is escaped.
 - Colors follow the system's light or dark mode; on paper they are light.
 """
@@ -39,8 +39,8 @@ pre { white-space: pre-wrap; margin: 6px 0; font-size: 12px; } pre:empty { displ
 .good { margin: 0; font-size: 12px; opacity: .75; }
 .quiet { opacity: .75; } @media (max-width: 800px) { .grid { grid-template-columns: 1fr; } }
 """
-# plotly draws in fixed colors, so this script gives its text the page's color, also when the color
-# scheme changes or the page is printed.
+# plotly's colors do not follow the color scheme of the page. This script sets the color of plotly's
+# text to the color of the page's text, again when the color scheme changes or the page is printed.
 _SCRIPT = """
 const dark = matchMedia('(prefers-color-scheme: dark)'), printing = matchMedia('print');
 function recolor() {
@@ -90,14 +90,15 @@ def _totals(runs: Sequence[RunData]) -> str:
 
 
 def _wrapping(text: str) -> str:
-    """Return the text as HTML in which a line may end after a slash."""
+    """Return the text as HTML in which a line may break after a slash, for long paths."""
     return html.escape(text).replace("/", "/<wbr>")
 
 
 def _figures(runs: Sequence[RunData]) -> str:
-    """Return the HTML of all figures: in two columns for one run, in a column per run for several.
+    """Return the HTML of all figures. One run has them in two columns, several runs in one column
+    each.
 
-    Figures of several runs have the same axes.
+    The figures of the same panel have the same axes for all runs.
     """
     cells = []
     for number, panel in enumerate(PANELS):
@@ -109,7 +110,8 @@ def _figures(runs: Sequence[RunData]) -> str:
 
 
 def _same_axes(figures: Sequence[Figure]) -> None:
-    """Give figures of the same panel the same range of values, unless it is logarithmic."""
+    """Give the figures of one panel, which show different runs, the same range of the vertical
+    axis, unless the axis is logarithmic."""
     if len(figures) < 2 or figures[0].layout.yaxis.type == "log":
         return
     low = min((bound for figure in figures for bound in _extent(figure)), default=0.0)
@@ -119,10 +121,11 @@ def _same_axes(figures: Sequence[Figure]) -> None:
 
 
 def _extent(figure: Figure) -> tuple[float, ...]:
-    """Return the lowest and the highest drawn value: of stacks their sum, of error bars their upper
-    ends.
+    """Return the lowest and the highest value that a figure draws; return an empty tuple if it
+    draws none.
 
-    The result is empty if nothing is drawn.
+    Of stacked bars or areas, the sum counts. Of a value with an error bar, the upper end of the bar
+    counts.
     """
     ends: list[float] = []
     stacks: defaultdict[float, float] = defaultdict(float)
@@ -139,8 +142,8 @@ def _extent(figure: Figure) -> tuple[float, ...]:
 
 
 def _cell(figure: Figure | None, good: str, name: str) -> str:
-    """Return the HTML of one figure with its title, or of the note that the run has no such
-    metrics.
+    """Return the HTML of one figure with its title; if `figure` is None, return the HTML of a note
+    that the run has no such metrics.
 
     Args:
         good: Description of a good curve.
@@ -148,7 +151,7 @@ def _cell(figure: Figure | None, good: str, name: str) -> str:
     """
     if figure is None:
         return "<div class=none>this run has no such metrics</div>"
-    # Show the title as HTML, in which a long title wraps, instead of inside the figure.
+    # The title is moved from the figure to the HTML, because plotly does not wrap a long title.
     title, figure.layout.title = figure.layout.title.text, None
     config = {"displaylogo": False, "responsive": True, "displayModeBar": False}
     drawn = figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=config)
@@ -156,7 +159,7 @@ def _cell(figure: Figure | None, good: str, name: str) -> str:
 
 
 def _columns(runs: Sequence[RunData], section: Callable[[RunData], str]) -> str:
-    """Return the HTML of `section` for every run, next to each other."""
+    """Return the HTML in which the results of `section` for all runs are next to each other."""
     columns = "".join(f"<div>{section(run)}</div>" for run in runs)
     return f'<div class=grid style="--columns:{len(runs)}">{columns}</div>'
 
@@ -215,6 +218,7 @@ def _heading(text: str) -> str:
 
 
 def _author(version: str | None, engine: str) -> str:
-    """Return in words who wrote a text: the environment, or a policy version on an engine."""
+    """Return in words who wrote a text: the environment (if `version` is None), or a policy version
+    on an engine."""
     written = "environment" if version is None else f"policy {version}"
     return f"{written} on {engine}" if engine else written

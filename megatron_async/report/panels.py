@@ -34,16 +34,19 @@ _MARGINS: Final = {"l": 58, "r": 12, "t": 10, "b": 62}
 _AT_BOTTOM: Final = {"yref": "container", "y": 0, "yanchor": "bottom", "traceorder": "normal"}
 _MAX_LAG: Final = 8
 _FEW_STEPS = 8  # Below this number, every step has a label.
-# Ratios of the largest to the smallest value on a log axis from which fewer labels are drawn.
+# Thresholds of the ratio of the largest to the smallest value on a logarithmic axis. Above the
+# first, the axis gets labels of its own; above the second, only those of powers of ten; above the
+# third, only those of every third power.
 _FEW_DIGITS, _FEW_POWERS, _MANY_POWERS = 3.0, 100.0, 1e6
-_MAX_LOG_WEIGHT: Final = 20.0  # Log ratios are clamped to at most this absolute value.
+# Logarithms of importance weights are clamped to this absolute value.
+_MAX_LOG_WEIGHT: Final = 20.0
 
 Figure: TypeAlias = Any  # plotly has no type annotations.
 Line: TypeAlias = Mapping[str, float]
 _IDLE: Final = "idle"
 _Z: Final = 1.96  # Standard errors on either side of a mean in a 95 % interval.
-# Metrics of raw importance weights: their mean, their second moment, the logarithms of the
-# extremes.
+# Metrics of importance weights before truncation: their mean, their chi-square (second moment minus
+# 1), and the logarithms of the smallest and the largest one.
 _MOMENTS: Final = {
     "token": (
         "off_policy/weight",
@@ -65,11 +68,11 @@ class Panel:
     """A figure that shows metrics over the steps of a run.
 
     Attributes:
-        series: Labels, each with its metric.
-        good: Description of a good curve.
-        band: Metric around which an area is shaded (see `drawn`); empty means none.
-        band_name: Meaning of that area.
-        scale: Factor of the metrics.
+        series: Pairs of a label and the metric that is drawn with it. good: Description of a good
+            curve, which the page shows. band: Metric around which an area is shaded. The ends of
+            the area are the values BAND/below and BAND/above from `drawn`. Empty means no area.
+            band_name: Meaning of the area, for the legend. scale: Factor by which the metrics are
+            multiplied.
     """
 
     title: str
@@ -83,7 +86,7 @@ class Panel:
     logarithmic: bool = False
 
     def figure(self, run: RunData) -> Figure | None:
-        """Draw the panel for a run; return None if the run has none of its metrics."""
+        """Draw the panel for a run; return None if the run has no metric of the panel."""
         figure, lines = go.Figure(), [drawn(line) for line in run.train]
         shaded = [line for line in lines if f"{self.band}/below" in line]
         if shaded:
@@ -103,7 +106,7 @@ class Panel:
         return styled(figure, self.title, self.unit)
 
     def _trace(self, label: str, points: Sequence[tuple[float, float]], color: str) -> Any:
-        """Return one metric's points as a line, bars or an area of the figure."""
+        """Return the points of one metric as a line, bars or an area, depending on `draws`."""
         x, y = zip(*points, strict=True)
         if self.draws == "bars":
             return go.Bar(x=x, y=y, name=label, marker_color=color, marker_line_width=0)
@@ -114,14 +117,18 @@ class Panel:
 
 @dataclass(frozen=True)
 class DrawnByFunction:
-    """A figure that a function draws, with a description of a good one."""
+    """A figure that the function `figure` draws. `good` describes a good one."""
 
     figure: Callable[[RunData], Figure | None]
     good: str
 
 
 def drawn(line: Line) -> dict[str, float]:
-    """Return the metrics of a step and the values that panels compute from several metrics."""
+    """Return the values of a step that panels draw.
+
+    They are the metrics in `line`, and values that are computed from several metrics: idle time,
+    the shaded areas around means, and the smallest and the largest importance weight.
+    """
     found = dict(line)
     if "rollout/seconds" in line and "rollout/seconds_since_last_batch" in line:
         busy = line["rollout/seconds"] + line.get("rollout/update_pause_seconds", 0.0)
@@ -141,18 +148,25 @@ def drawn(line: Line) -> dict[str, float]:
 
 
 def _band(name: str, mean: float, spread: float, low: float, high: float) -> dict[str, float]:
-    """Return the two ends of the shaded area around a mean, limited to the lowest and highest
-    value."""
+    """Return the two ends of the shaded area around a mean.
+
+    Args:
+        name: Name of the mean, with which the names of the two ends begin.
+        mean: The mean.
+        spread: Distance of the ends from the mean.
+        low: Smallest value that occurred, which the lower end cannot be below.
+        high: Largest value that occurred, which the upper end cannot be above.
+    """
     return {f"{name}/below": max(low, mean - spread), f"{name}/above": min(high, mean + spread)}
 
 
 def importance_weights(of: str) -> Panel:
-    """Return the panel of the raw importance weights per token or per response.
+    """Return the panel of the importance weights before truncation.
 
-    It shows their mean and extremes, and as an area their standard deviation.
+    It shows their mean, the smallest and the largest one, and as an area their standard deviation.
 
     Args:
-        of: Either token or response.
+        of: `token` for weights of tokens, `response` for weights of whole responses.
     """
     mean = _MOMENTS[of][0]
     ends = ((end, f"{mean}/{end}") for end in ("smallest", "largest"))
@@ -169,7 +183,7 @@ def importance_weights(of: str) -> Panel:
 def styled(figure: Figure, title: str, unit: str, x_title: str = "step") -> Figure:
     """Set title, axes and the common look of a figure; return the figure.
 
-    The background is transparent, so that page and paper show through.
+    The background is transparent, so that the figure suits light and dark pages and paper.
     """
     figure.update_layout(
         title=title,
@@ -183,7 +197,7 @@ def styled(figure: Figure, title: str, unit: str, x_title: str = "step") -> Figu
         hovermode="x unified",
     )
     grid = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False}
-    # Invisible ticks keep the labels of the two axes apart.
+    # Invisible ticks move the labels of both axes away from the corner in which they would overlap.
     grid |= {
         "ticks": "outside",
         "tickcolor": "rgba(0,0,0,0)",
@@ -199,10 +213,10 @@ def styled(figure: Figure, title: str, unit: str, x_title: str = "step") -> Figu
 
 
 def _logarithmic(figure: Figure) -> None:
-    """Make a figure's vertical axis logarithmic, with labels at 1, 2 and 5 of each power of ten or
-    fewer.
+    """Make a figure's vertical axis logarithmic.
 
-    By default plotly labels every digit, and the labels overlap.
+    By default plotly labels all multiples of each power of ten, and the labels overlap. Here, only
+    1, 2 and 5 times each power have a label, or fewer if the values span a large range.
     """
     figure.update_yaxes(type="log")
     drawn = [y for trace in figure.data for y in trace.y if 0 < y < math.inf]
@@ -275,8 +289,8 @@ def evaluation_reward(run: RunData) -> Figure | None:
 
 
 def event_timeline(run: RunData) -> Figure | None:
-    """Draw warnings and resumes on a time axis, with a row for each name; return None without
-    any."""
+    """Draw the times of warnings and resumes, with a row for each warning's name; return None if
+    there are none."""
     points = [
         (line["time"], str(line["name"]), str(line["message"])[:160]) for line in run.warnings
     ]

@@ -1,14 +1,14 @@
 """Builds `trace.json`, which shows the newest steps of a run on a time axis in Perfetto.
 
 The trace is made afterwards from files that a run writes anyway: the scheduler's recorded events
-with their times, and the trainer's times in metrics.jsonl. So a run only pays for one clock reading
-for each event, and the trace reaches as far back as the recorded steps.
+with their times, and the trainer's times in metrics.jsonl. So tracing costs a run only one reading
+of the clock for each event. The trace begins with the oldest step whose events are still recorded.
 
 Invariants
 - The output is trace-event JSON: complete (X), instant (i) and metadata (M) events, with times in
-  microseconds since the first event; tests/report/trace_event.schema.json describes it.
-- Spans of one lane follow each other or are nested: each request, each score and each call to an
-  environment has a separate lane.
+  microseconds since the first event. tests/report/trace_event.schema.json describes it.
+- A lane is a row of the display. Spans of one lane follow each other or are nested, because
+  requests, scores and calls to environments that run at the same time have different lanes.
 """
 
 import heapq
@@ -25,12 +25,13 @@ _TRAINER, _SCHEDULER, _SCORERS, _ENVIRONMENTS, _FIRST_ENGINE = 1, 2, 3, 4, 10
 _CONTROL_LANE: Final = 0
 _PAUSE_LANE: Final = 9999
 _SHORTEST_GAP: Final = 0.01
-"""Seconds without any request from which an engine is shown as idle."""
+"""Shortest time without any request, in seconds, that is shown as an idle span of an engine."""
 
 
 @dataclass
 class _Lanes:
-    """Assigns lanes of one process to spans: always the lowest free one, from 1.
+    """Assigns lanes (rows of the display) of one process of the trace to spans: always the lowest
+    free lane, from 1 on.
 
     Lane 0 is for events that concern the whole process.
     """
@@ -52,8 +53,8 @@ class _Lanes:
 
 @dataclass
 class _Request:
-    """A running request: where its spans are drawn, and what is known of it so far. Times are in
-    seconds."""
+    """A running request: the engine and the lane in which its spans are drawn, and its times (in
+    seconds), tokens and policy versions so far."""
 
     engine: str
     lane: int
@@ -67,10 +68,13 @@ class _Request:
 
 @dataclass
 class _Engine:
-    """An engine: its process number in the trace, its lanes, and how many requests it runs.
+    """An engine, which the trace shows as a process with the number `pid`.
 
     Attributes:
-        idle_since: When its last request ended, in seconds; None while requests run or it is down.
+        lanes: Lanes of its requests.
+        running: Number of its running requests.
+        idle_since: Time at which its last request ended, in seconds; None while it runs requests or
+            is down.
     """
 
     pid: int
@@ -80,7 +84,8 @@ class _Engine:
 
 
 class Trace:
-    """Collects a run's recorded events and trainer times, and turns them into trace events."""
+    """Collects the recorded events of a run's scheduler and the times of its trainer, and turns
+    them into the events of a trace file."""
 
     def __init__(self) -> None:
         self._events: list[dict[str, Any]] = []
@@ -94,11 +99,16 @@ class Trace:
         self._names = {_TRAINER: "trainer", _SCHEDULER: "scheduler"}
         self._names |= {_SCORERS: "scorers", _ENVIRONMENTS: "environments"}
 
-    # ------------------------------------------------------------ what the scheduler saw and did
+    # ------------------------------------------------------------ events and actions of the
+    # scheduler
 
     def take(self, exchange: Exchange, at: float) -> None:
-        """Add an event of the scheduler with its actions, at time `at` in seconds; call in recorded
-        order."""
+        """Add an exchange, which is an event that the scheduler received and the actions that it
+        returned.
+
+        Exchanges must be added in the order of the record. `at` is the time of the event in
+        seconds.
+        """
         event = exchange.event
         match event:
             case ev.EngineUp():
@@ -174,7 +184,8 @@ class Trace:
         return self._engines[engine_id]
 
     def _submitted(self, trajectory_id: int, engine_id: str, at: float) -> None:
-        """Begin a request on an engine, and end the engine's idle span."""
+        """Note that a request of a trajectory starts on an engine, and add the span for which the
+        engine was idle before."""
         engine = self._engine(engine_id)
         if engine.idle_since is not None and at - engine.idle_since >= _SHORTEST_GAP:
             self._span("idle", engine.pid, _CONTROL_LANE, engine.idle_since, at)
@@ -187,7 +198,8 @@ class Trace:
     def _tokens(self, trajectory_id: int, count: int, version: int, at: float) -> None:
         """Count new tokens of a request; note its first token and its policy versions."""
         request = self._requests.get(trajectory_id)
-        # Ignore a request that was submitted before the record's oldest remaining file.
+        # The request is unknown if it was submitted before the oldest remaining event of the
+        # record.
         if request is None:
             return
         request.first_token = request.first_token or at
@@ -196,10 +208,12 @@ class Trace:
             request.versions = (*request.versions, version)
 
     def _ended(self, trajectory_id: int, how: str, at: float) -> None:
-        """End a request: add its spans (queued, prefill, decode) and release its lane.
+        """Note that a request ends: add its spans (queued, prefill, decode) and release its lane.
 
         Args:
+            trajectory_id: The trajectory of the request.
             how: The reason of the end, in words.
+            at: Time of the end in seconds.
         """
         self._seen.add(trajectory_id)
         request = self._requests.pop(trajectory_id, None)
@@ -215,7 +229,8 @@ class Trace:
         facts = {"tokens": request.tokens, "policy versions": list(request.versions), "end": how}
         lane = (engine.pid, request.lane)
         self._span(f"{what} {trajectory_id}", *lane, begin, at, facts)
-        # No token came, or the engine does not report the time in its queue.
+        # Without this time, queue and prefill cannot be told apart: the request got no token, or
+        # the engine does not report how long requests wait in its queue.
         if request.queued_seconds is None:
             self._span("queued and prefill", *lane, begin, first or at)
         else:
@@ -226,20 +241,21 @@ class Trace:
             self._span("decode", *lane, first, at)
 
     def _engine_up(self, engine_id: str, at: float) -> None:
-        """Mark that an engine starts to serve; it is idle until its first request."""
+        """Mark that an engine is ready to serve requests. It is idle until its first request."""
         engine = self._engine(engine_id)
         engine.idle_since = at
         self._instant(f"{engine_id} up", engine.pid, at)
 
     def _engine_down(self, engine_id: str, at: float) -> None:
-        """Mark that an engine is lost, and end its requests."""
+        """End the requests of an engine that is lost, and mark the loss."""
         for trajectory_id in [i for i, r in self._requests.items() if r.engine == engine_id]:
             self._ended(trajectory_id, "engine lost", at)
         self._engine(engine_id).idle_since = None
         self._instant(f"{engine_id} down", self._engine(engine_id).pid, at)
 
     def _called(self, pid: int, trajectory_id: int, what: str, at: float) -> None:
-        """Begin a call to a scorer or an environment for a trajectory."""
+        """Note that a call to a scorer or an environment (`pid`) starts for a trajectory. `what` is
+        the name of the call."""
         self._calls[pid, trajectory_id] = (self._lanes[pid].take(), at, what)
 
     def _replied(self, pid: int, trajectory_id: int, at: float, **facts: Any) -> None:
@@ -251,27 +267,28 @@ class Trace:
             self._span(f"{what} {trajectory_id}", pid, lane, began, at, facts)
 
     def _published(self, number: int, at: float) -> None:
-        """Add the span of the weight update to version `number`, if its start is known."""
+        """Add the span of the weight update to version `number`, if the record has the start of the
+        update."""
         if self._update is not None and self._update[0] == number:
             name = f"weight update to version {number}"
             self._span(name, _SCHEDULER, _CONTROL_LANE, self._update[1], at)
         self._update = None
 
     def _resume(self, at: float) -> None:
-        """Add a span to every engine for the pause that ends now."""
+        """Add a span to every engine for its pause, which ends at `at`."""
         if self._paused is not None:
             for engine in self._engines.values():
                 self._span("paused", engine.pid, _PAUSE_LANE, self._paused, at)
         self._paused = None
 
-    # ------------------------------------------------------------ the trainer's side
+    # ------------------------------------------------------------ steps of the trainer
 
     def add_trainer(self, lines: Iterable[Mapping[str, float]], since: float) -> None:
         """Add the trainer's steps and their phases from the lines of metrics.jsonl.
 
         Args:
-            lines: The lines of the steps.
-            since: Time in seconds; steps that began earlier are left out.
+            lines: The lines of metrics.jsonl about training steps. since: Time in seconds. Steps
+                that began earlier are left out.
         """
         for line in lines:
             begin = line["time"] - sum(line.get(name, 0.0) for _, name in TRAINER_PHASES)
@@ -296,21 +313,23 @@ class Trace:
         end: float,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """Add an event with a begin and an end to the trace."""
+        """Add a span with the times `begin` and `end`, in seconds, to a lane of a process of the
+        trace. The display shows `facts` when the span is selected."""
         self._events.append(
             {"name": name, "ph": "X", "ts": begin, "dur": end - begin, "pid": pid, "tid": lane}
             | ({"args": dict(facts)} if facts else {})
         )
 
     def _instant(self, name: str, pid: int, at: float, **facts: Any) -> None:
-        """Add an event without duration to the trace."""
+        """Add an event without duration, at time `at` in seconds, to a process of the trace."""
         self._events.append(
             {"name": name, "ph": "i", "s": "p", "ts": at, "pid": pid, "tid": _CONTROL_LANE}
             | ({"args": facts} if facts else {})
         )
 
     def finish(self) -> dict[str, Any]:
-        """Return the content of the trace file; requests and calls that still run are left out."""
+        """Return the content of the trace file. Requests and calls that have not ended are left
+        out."""
         zero = min((event["ts"] for event in self._events), default=0.0)
         for event in self._events:
             event["ts"] = round(1e6 * (event["ts"] - zero), 1)

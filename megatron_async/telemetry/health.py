@@ -1,12 +1,13 @@
-"""Emits named warnings from a run's metrics: rules about one step, and about growth over many
-steps.
+"""Emits named warnings about a run, by rules about the metrics of one step and about their growth
+over many steps.
 
 Invariants
-- The warnings are a function of the metrics seen so far. Rules about one step are in
+- The warnings depend only on the metrics so far. The rules about one step are in
   `telemetry.learning`.
-- A warning is emitted once when its condition sets in, and again only after a step at which the
-  condition did not hold. A step without the rule's metric (a skipped step) does not count.
-- The thresholds of entropy and drift are assumed (no source gives numbers).
+- A warning is emitted at the first step at which its condition holds. It is emitted again only if
+  the condition did not hold at a step in between. A step without the metric of the rule, such as a
+  skipped step, changes nothing.
+- The thresholds of entropy and drift are assumed, because no source gives numbers.
 """
 
 import itertools
@@ -18,22 +19,23 @@ from typing import Final
 from megatron_async.telemetry.learning import PROBE, LearningWatch
 
 ENTROPY_GROWTH = 1.5
-"""Ratio of the newest entropy to that of the window's first step from which the growth is a
-warning."""
+"""Smallest ratio of the entropy at the last step to the entropy at the first step of the window
+that causes a warning."""
 ENTROPY_WINDOW = 10
 """Number of newest steps whose entropy is examined."""
 DRIFT_STEPS = 5
-"""Number of steps at the start and at the end of a run whose median log-prob errors are
+"""Number of steps at the start of a run, and of its newest steps, whose median log-prob errors are
 compared."""
 DRIFT_GROWTH = 2.0
-"""Ratio of the newest median error to the first one from which it is drift: single steps
-vary less."""
+"""Smallest ratio of the newest median error to the median error at the start that counts as drift.
+Medians of a run without drift vary by less."""
 DRIFT_LEAST = 1e-3
-"""Median error in nats below which there is no drift: rounding in float32 stays far below it."""
+"""Median error in nats below which nothing counts as drift. With float32, rounding errors are far
+smaller."""
 
 
 class HealthWatch:
-    """Checks the metrics of every step and returns the warnings that set in.
+    """Checks the metrics of every step and returns the warnings whose conditions start to hold.
 
     Attributes:
         active: Names of the warnings whose conditions hold now.
@@ -55,8 +57,8 @@ class HealthWatch:
         self.active: frozenset[str] = frozenset()
 
     def step(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-        """Check the metrics of a step; return name and message of each warning that sets in with
-        this step."""
+        """Check the metrics of a step; return name and message of each warning whose condition
+        holds and did not hold at the step before."""
         found = self._broken(metrics)
         previous = self.active
         unmeasured = self._learning.unmeasured(metrics)
@@ -64,7 +66,8 @@ class HealthWatch:
         return [(name, message) for name, message in found if name not in previous]
 
     def _broken(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-        """Record the metrics of a step; return name and message of each rule that they break."""
+        """Record the metrics of a step; return name and message of each warning whose condition
+        holds."""
         found = self._learning.step(metrics)
         for name, metric, broken in _RULES:
             if metric in metrics:
@@ -77,7 +80,8 @@ class HealthWatch:
 def entropy_growth(entropy: Sequence[float]) -> str | None:
     """Return a warning if the entropy grew over the newest steps; otherwise None.
 
-    The entropy must have risen at 80 % of the window's steps, and by `ENTROPY_GROWTH` in all.
+    In the window of the newest `ENTROPY_WINDOW` steps, the entropy must have risen from step to
+    step in 80 % of the cases, and by the factor `ENTROPY_GROWTH` in total.
 
     Args:
         entropy: The entropy of each step so far, in nats.
@@ -96,12 +100,12 @@ def entropy_growth(entropy: Sequence[float]) -> str | None:
 
 
 def engine_drift(errors: Sequence[float]) -> str | None:
-    """Return a warning if engines and trainer differ more in their log-probs than at the start, or
-    None.
+    """Return a warning if the log-probs of engines and trainer differ more than at the start of the
+    run; otherwise None.
 
     Args:
-        errors: Mean error, in nats, of the engines' log-probs of each step, with the trainer's
-            weights.
+        errors: For each step so far, the mean difference, in nats, between the log-probs of engines
+            and trainer with the same weights.
     """
     if len(errors) < 2 * DRIFT_STEPS:
         return None
@@ -115,7 +119,8 @@ def engine_drift(errors: Sequence[float]) -> str | None:
     )
 
 
-# Name, metric, and a function that returns a warning if the metric's values so far break the rule.
+# Rules about many steps: name of the warning, metric, and a function from the metric's values so
+# far to the warning or None.
 _RULES: Final[tuple[tuple[str, str, Callable[[Sequence[float]], str | None]], ...]] = (
     ("entropy_growth", "actor/entropy", entropy_growth),
     ("engine_drift", PROBE, engine_drift),

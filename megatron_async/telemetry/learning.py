@@ -1,12 +1,14 @@
-"""Provides rules that detect when a run learns nothing, or the wrong thing, from a step's metrics.
+"""Provides rules that detect, from the metrics of a step, that a run learns nothing or the wrong
+thing.
 
-Some rules are those of verl's guide to rollout correction (docs/algo/rollout_corr.md, "conditional
-alerting"). `telemetry.health` emits each warning once when its condition sets in.
+The rules in `GUIDE` are those of verl's guide to rollout correction (docs/algo/rollout_corr.md,
+"conditional alerting"). `telemetry.health` emits a warning once when the condition of its rule
+starts to hold.
 
 Invariants
 - A rule is not evaluated at a step that lacks one of its metrics.
 - Every message ends with what to do.
-- The numbers of steps and shares are assumed (no source gives them), except those of the guide.
+- The thresholds of the other rules are assumed, because no source gives them.
 """
 
 import math
@@ -19,22 +21,25 @@ from megatron_async.scoring.interface import SCORE_FAILURES
 from megatron_async.weight_sync.verify import GROSS_FACTOR
 
 ZERO_REWARD_STEPS: Final = 5
-"""Number of consecutive steps without a reward above 0 from which the warning is emitted."""
+"""Number of consecutive steps without a reward above 0 after which the warning is emitted."""
 ESS_STEPS: Final = 3
-"""Number of consecutive steps with a low effective sample size from which the warning is
+"""Number of consecutive steps with a low effective sample size after which the warning is
 emitted."""
 ESS_FLOOR: Final = 0.3
 """Raw effective sample size per token, as a share of the tokens, below which it counts as low."""
 AT_BOUND_STEPS: Final = 3
-"""Number of consecutive steps at the staleness bound from which the warning is emitted."""
+"""Number of consecutive steps at the staleness bound after which the warning is emitted."""
 AT_BOUND_SHARE: Final = 0.8
-"""Mean lag, as a share of the staleness bound, from which a step counts as being at the bound."""
+"""Smallest mean lag, as a share of the staleness bound, with which a step counts as being at the
+bound."""
 UNREACHED_STEPS: Final = 5
-"""Number of trained steps after which a warning names a threshold that no reward has reached."""
+"""Number of trained steps without a reward of at least `eval.solved_at` after which the warning is
+emitted. With an evaluation, one step is enough."""
 NEWEST_SCORES: Final = 200
-"""Number of newest scores among which failures are counted."""
+"""Failures are counted among this number of newest scores."""
 FAILED_SHARES: Final = (0.01, 0.1)
-"""Shares of the newest scores at which a warning names a kind of failure."""
+"""Shares of failures of one kind among the newest scores. A warning is emitted at the first share,
+and another one at the second."""
 _REMEDIES: Final = {
     "scorer_errors": "try the reward separately (`megatron-async reward`) and repair it",
     "scorer_timeouts": "make the reward faster, or raise task.scorer_timeout_seconds",
@@ -47,13 +52,13 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True)
 class LearningRule:
-    """A warning about a step's metrics.
+    """A rule: if a condition on the metrics holds for several steps in a row, a warning is emitted.
 
     Attributes:
         name: Name of the warning.
         needs: Metrics without which the rule is not evaluated.
-        holds: Returns whether the condition holds at a step.
-        message: Returns the text of the warning.
+        holds: Function that returns whether the condition holds for the metrics of a step. message:
+            Function that returns the text of the warning for the metrics of a step.
         streak: Number of consecutive steps at which the condition must hold.
     """
 
@@ -72,8 +77,8 @@ _TOO_FAR: Final = (
 
 
 def _guided(name: str, metric: str, low: float, high: float) -> LearningRule:
-    """Return a rule of verl's guide, which holds if `metric` is not between `low` and `high`, or is
-    NaN."""
+    """Return a rule of verl's guide. Its condition is that `metric` is below `low`, above `high`,
+    or NaN."""
     healthy = f"between {low:g} and {high:g}"
     if math.isinf(low) or math.isinf(high):
         healthy = f"at least {low:g}" if math.isinf(high) else f"at most {high:g}"
@@ -178,8 +183,10 @@ RULES: Final = (
 
 
 def lag_at_bound(bound: int) -> LearningRule:
-    """Return the rule that warns when nearly all data are as stale as `bound` allows, or are lost
-    by it.
+    """Return the rule that warns if generation is too far ahead of training.
+
+    It holds if the largest lag has reached the staleness bound and, in addition, the mean lag is
+    near the bound or data were dropped or masked because of the bound.
 
     Args:
         bound: The setting schedule.max_async_level.
@@ -205,8 +212,8 @@ def lag_at_bound(bound: int) -> LearningRule:
 
 
 def batch_size_changed(before: float) -> LearningRule:
-    """Return the rule that warns after a resume when batches no longer have `before`
-    trajectories."""
+    """Return the rule that warns if batches have another number of trajectories than `before`, the
+    number before the resume."""
     return LearningRule(
         "batch_size_changed",
         ("rollout/trajectories",),
@@ -220,11 +227,11 @@ def batch_size_changed(before: float) -> LearningRule:
 
 
 class LearningWatch:
-    """Checks the metrics of every step against the rules and counts for how many steps each has
-    held."""
+    """Checks the metrics of every step against the rules, and counts for how many steps in a row
+    each rule has held."""
 
     def __init__(self, bound: int | None = None, before: Metrics | None = None) -> None:
-        """Start with no step counted.
+        """Choose the rules that apply to the run.
 
         Args:
             bound: The setting schedule.max_async_level; None or 0 means no staleness bound.
@@ -239,8 +246,8 @@ class LearningWatch:
         self._streaks = dict.fromkeys((rule.name for rule in rules), 0)
 
     def step(self, metrics: Metrics) -> list[tuple[str, str]]:
-        """Check a step's metrics; return name and message of each rule that has held for its streak
-        of steps."""
+        """Check a step's metrics; return name and message of each rule that holds and has held for
+        at least `LearningRule.streak` steps in a row."""
         found = []
         for rule in self._rules:
             if not all(name in metrics for name in rule.needs):
@@ -260,13 +267,14 @@ class LearningWatch:
 
 
 class UnreachedThreshold:
-    """Emits one warning if no reward of the run, of training or of an evaluation, has reached the
-    threshold `eval.solved_at`.
+    """Emits one warning if no reward of the run has reached `eval.solved_at`, the reward from which
+    a response counts as right.
 
-    A run without any positive reward gets the warning `zero_reward` instead.
+    Rewards of training and of evaluations count. A run without any positive reward gets the warning
+    `zero_reward` instead.
 
     Args:
-        solved_at: The setting; None if nothing depends on it.
+        solved_at: The setting `eval.solved_at`; None if no other setting depends on it.
         before: Metrics of the steps that were trained before a resume.
         evaluated: Largest rewards of the evaluations before a resume.
     """
@@ -303,8 +311,8 @@ class UnreachedThreshold:
         return self._warnings(1)
 
     def _warnings(self, steps: int) -> list[tuple[str, str]]:
-        """Return name and message of the warning if `steps` steps were trained and no reward was
-        enough."""
+        """Return name and message of the warning if at least `steps` steps were trained and no
+        reward has reached the threshold; otherwise an empty list."""
         solved_at = self._solved_at
         if solved_at is None or self._steps < steps or not 0 < self._largest < solved_at:
             return []
@@ -320,8 +328,8 @@ class UnreachedThreshold:
 
 
 class FailingScores:
-    """Counts failures among the newest scores, and warns about each kind at 1 % and at 10 % of
-    them."""
+    """Counts failures among the newest scores. It warns about each kind of failure when it occurs
+    in 1 % of them, and again at 10 %."""
 
     def __init__(self) -> None:
         self._newest: deque[set[str]] = deque(maxlen=NEWEST_SCORES)
@@ -330,11 +338,12 @@ class FailingScores:
     def scored(
         self, detail: Mapping[str, float], first: Mapping[str, str]
     ) -> Iterator[tuple[str, str]]:
-        """Record a score; generate name and message of each warning about failures that sets in.
+        """Record a score; generate name and message of each new warning about failures.
 
         Args:
-            detail: The score's components; a failure is one of them.
-            first: A description of the first failure of each kind.
+            detail: The score's components by name. If the score has failed, a component has the
+                name of the failure.
+            first: For each kind of failure, a description of the first one.
         """
         self._newest.append({SCORE_FAILURES[name] for name in detail.keys() & SCORE_FAILURES})
         if not self._newest[-1] and not self._levels.total():

@@ -1,11 +1,12 @@
-"""Writes and reads `metrics.jsonl`, which has a line for each step, and passes the same to
+"""Writes and reads `metrics.jsonl`, which has a line for each step, and passes the same metrics to
 trackers.
 
 Invariants
 - A line is written completely or not at all, and is flushed before the next step begins. A torn
   line of an earlier process is removed when the file is opened. A failing disk raises CannotWrite.
-- After a resume from step n, lines of later steps of the abandoned lineage remain in the file.
-  Every line has its lineage, and readers take the newest line of a step (`read_metrics`).
+- Each start of the trainer has a lineage number, which every line contains. After a resume from a
+  checkpoint of step n, the lines of later steps that were trained before the resume remain in the
+  file. `read_metrics` uses only the line with the highest lineage number of each step.
 """
 
 import json
@@ -20,7 +21,7 @@ import numpy.typing as npt
 from megatron_async.files.disk import JsonLinesFile, json_lines, writing
 from megatron_async.telemetry.trackers.base import CLOSE_SECONDS, BackgroundTracker
 
-# In the order in which a step of the trainer spends its time.
+# Phases of a trainer's step with their metrics, in their order within the step.
 TRAINER_PHASES = (
     ("waiting for a batch", "time/wait_for_batch"),
     ("training", "time/train"),
@@ -31,10 +32,10 @@ TRAINER_PHASES = (
 
 
 class MetricsWriter:
-    """Writes the metrics of one process (trainer rank 0, or the sft command) to its file and
-    trackers.
+    """Writes the metrics of one process (trainer rank 0 of a run or of fine-tuning) to
+    metrics.jsonl, and passes them to the trackers.
 
-    A context manager, which closes both.
+    The object is a context manager, which closes the file and the trackers.
     """
 
     def __init__(
@@ -52,9 +53,8 @@ class MetricsWriter:
 
         Args:
             step: Number of the step.
-            metrics: Its metrics by name.
-            kind: Kind of the line, such as train or eval.
-            **labels: Texts, which only the file gets.
+            metrics: The metrics of the step by name. kind: Kind of the line, such as train or eval.
+                **labels: Further texts of the line, which are not passed to the trackers.
         """
         for tracker in self._trackers:
             if (news := tracker.take_problem()) is not None:
@@ -69,7 +69,8 @@ class MetricsWriter:
         self._track("metrics", step, values)
 
     def start(self, step: int, machine: str) -> None:
-        """Append a line with the machine of a launch; `step` is the number of its first step."""
+        """Append a line of kind `start`, with a description of the `machine` on which the run is
+        started. `step` is the number of the first step."""
         self._append("start", step, {"machine": machine})
 
     def warn(self, step: int, name: str, message: str) -> None:
@@ -90,7 +91,8 @@ class MetricsWriter:
         self._file.flush()
 
     def histogram(self, step: int, name: str, values: npt.ArrayLike) -> None:
-        """Pass numbers whose distribution matters to the trackers; the file does not get them."""
+        """Pass `values` to the trackers, which show their distribution; they are not written to the
+        file."""
         if self._trackers and np.size(values):
             self._track("histogram", step, name, np.array(values))
 
@@ -99,7 +101,7 @@ class MetricsWriter:
         the trackers.
 
         Args:
-            step: Policy number that was evaluated.
+            step: Number of the policy version that was evaluated.
             name: Name of the set.
             rows: The responses.
         """
@@ -123,7 +125,7 @@ class MetricsWriter:
             tracker.call(method, *arguments)
 
     def close(self) -> None:
-        """Close the trackers, within `CLOSE_SECONDS` in all, and the file."""
+        """Close the trackers, which may take `CLOSE_SECONDS` in total, and then the file."""
         end = time.monotonic() + CLOSE_SECONDS
         try:
             for tracker in self._trackers:
@@ -139,24 +141,27 @@ class MetricsWriter:
 
 
 def evaluated_sets(line: Mapping[str, float]) -> dict[str, str]:
-    """Return the names of an evaluation's sets in order, each with the prefix of its metrics."""
+    """Return the sets of an evaluation as a mapping from the set's name to the prefix of its
+    metrics in `line`."""
     prefixes = [name.removesuffix("/accuracy") for name in line if name.endswith("/accuracy")]
     return {p.removeprefix("eval").removeprefix("/") or "held-out": p for p in prefixes}
 
 
 def first_accuracy(line: Mapping[str, float]) -> float:
-    """Return the accuracy of an evaluation's first set, which is the held-out problems if there are
-    any."""
+    """Return the accuracy of the first evaluation set in `line`. If the task holds out problems,
+    this set has them."""
     return line[f"{next(iter(evaluated_sets(line).values()))}/accuracy"]
 
 
 def sampling_name(temperature: float) -> str:
-    """Return how an evaluation with this temperature sampled its responses, in words."""
+    """Return in words how an evaluation with this temperature samples responses, such as
+    "greedy"."""
     return f"temperature {temperature:g}" if temperature else "greedy"
 
 
 def read_all_metrics(path: Path, *, kind: str = "train") -> list[dict[str, Any]]:
-    """Return the lines of one kind in a metrics file, of every lineage, as written.
+    """Return all lines of one kind in a metrics file in the order of the file, including those of
+    steps that a resume has abandoned.
 
     Damaged lines are left out.
     """
@@ -171,7 +176,8 @@ def read_all_metrics(path: Path, *, kind: str = "train") -> list[dict[str, Any]]
 
 
 def read_metrics(path: Path, *, kind: str = "train") -> list[dict[str, float]]:
-    """Return the lines of one kind in a metrics file along the surviving lineage, ordered by step.
+    """Return the lines of one kind in a metrics file, ordered by step, without those of steps that
+    a resume has abandoned.
 
     Damaged lines are left out.
     """

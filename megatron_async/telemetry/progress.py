@@ -1,7 +1,8 @@
-"""Shows a run on the console: one line for each step, and on a terminal a live panel below them.
+"""Shows the progress of a run on the console: one line for each step and, on a terminal, a live
+panel below the lines.
 
-Reads only `metrics.jsonl` and the status that the supervisor passes, so that watching a run does
-not change it.
+The module reads only `metrics.jsonl` and the status that the launcher passes to it, so that showing
+a run does not change it.
 
 Invariants
 - Steps have the numbers of metrics.jsonl, TensorBoard and the store, from 0.
@@ -37,7 +38,8 @@ _ENGINES_START = "engines load the model, trainer ranks start"
 
 
 class Progress:
-    """Shows the progress of one run on the console, from the present end of its metrics file on."""
+    """Shows the progress of one run on the console. Lines that the metrics file has already when
+    the object is created are not shown."""
 
     def __init__(
         self, metrics_file: Path, steps: int, choice: Literal["auto", "live", "lines", "off"]
@@ -71,8 +73,8 @@ class Progress:
         """Show the progress of a run until `ended` returns a result; return this result.
 
         Args:
-            ended: Returns None while the run continues.
-            status: Returns the present status of the rollout manager; None if nothing generates.
+            ended: Function that returns None while the run continues. status: Function that returns
+                the present status of the rollout manager; None if the run has no rollout manager.
         """
         with self:
             while (found := ended()) is None:
@@ -82,10 +84,11 @@ class Progress:
         return found
 
     def update(self, status: Status | None) -> None:
-        """Show the new lines of the metrics file, and the present `status` of engines and
-        responses.
+        """Show the new lines of the metrics file, and the present status of engines and responses.
 
-        `status` is None if nothing generates, and empty if the manager has no status yet.
+        Args:
+            status: Status of the rollout manager. It is None if the run has no manager, and empty
+                if the manager has no status yet.
         """
         if self._silent:
             return
@@ -102,7 +105,8 @@ class Progress:
                 self._last = line
                 self._done = int(line["step"]) + 1
                 self._seconds.append(line.get("time/step", 0.0))
-        # A restored run has already trained as many steps as its policy number says.
+        # Before the first step after a resume, the number of the policy version is the number of
+        # steps that were trained before the resume.
         if status and not self._last:
             self._done = int(status["version"].rpartition(".")[2])
         for name, message in (status or {}).get("warnings", {}).items():
@@ -113,9 +117,10 @@ class Progress:
             self._show_phase(_phase(status))
 
     def _show_phase(self, phase: str) -> None:
-        """Print the phase of the start, unless it was printed or a later phase was.
+        """Print in which phase of its start the run is, unless this or a later phase was printed
+        already.
 
-        A status that fails for a moment does not look like another start of the engines.
+        So no phase is repeated if the status cannot be read for a moment.
         """
         if self._phase in ("", _ENGINES_START) and phase not in ("", self._phase):
             self._phase = phase
@@ -124,7 +129,8 @@ class Progress:
     def _warn(self, name: str, message: str) -> None:
         """Print a warning unless one of the same name was printed.
 
-        metrics.jsonl has all warnings up to the newest weight update.
+        The console may miss repeated warnings; metrics.jsonl has all of them, up to the newest
+        weight update.
         """
         if name not in self._warnings:
             self._console.print(f"warning {name}: {message}", highlight=False)
@@ -164,7 +170,8 @@ class Progress:
         bar = ProgressBar(total=self._steps, completed=done)
         width = min(_MAX_COLUMNS, self._console.width)
         rows_of_both = Table.grid(expand=True)
-        rows_of_both.add_row(bar)  # Outside a table the bar has no line break at its end.
+        # The bar is put into a table, because outside a table it has no line break at its end.
+        rows_of_both.add_row(bar)
         rows_of_both.add_row(table)
         title = "starting" if self._done is None else f"{done} of {self._steps} steps"
         return Panel(rows_of_both, title=title, width=width)
@@ -174,7 +181,7 @@ class Progress:
         if not self._metrics_file.exists():
             return []
         with self._metrics_file.open("rb") as file:
-            # A shorter file is a new one, since the earlier one was removed.
+            # If the file has become shorter, it was removed and created again.
             if file.seek(0, os.SEEK_END) < self._offset:
                 self._offset = 0
             file.seek(self._offset)
@@ -228,15 +235,17 @@ def _sampling(line: dict[str, Any], prefix: str) -> str:
 
 
 def _span(line: dict[str, Any], prefix: str) -> str:
-    """Format the policy versions that an evaluation measured; empty if it measured only one."""
+    """Format the range of policy versions that generated the responses of an evaluation set; return
+    an empty text if only one version did."""
     ends = [line.get(f"{prefix}/version_{end}", 0.0) for end in ("oldest", "newest")]
     return f", versions {ends[0]:.0f} to {ends[1]:.0f}" if ends[0] < ends[1] else ""
 
 
 def _speeds(line: dict[str, Any]) -> str:
-    """Format the tokens per second of generation and training; generation is `-` if not measured.
+    """Format the tokens per second of generation and training.
 
-    Generation is not measured for a batch that was complete before the trainer asked for it.
+    The speed of generation is `-` if it was not measured, which is the case if the batch was
+    complete before the trainer asked for it.
     """
     generation = line.get("rollout/tokens_per_second")
     shown = "-" if generation is None else f"{generation:,.0f}"
@@ -265,7 +274,8 @@ def _clock(seconds: float) -> str:
 
 
 def _phase(status: Status | None) -> str:
-    """Return, in words, what a run waits for before its first step; empty if `status` is None."""
+    """Return in words what a run waits for before its first step, according to the status of the
+    rollout manager; return an empty text if `status` is None."""
     if status is None:
         return ""
     if not status or status["engines_up"] < status["engines"]:
@@ -282,8 +292,8 @@ _STATES = {
     "batched": "in batches so far",
     "dropped": "dropped so far",
 }
-"""Names of the trajectory states in words. Pending trajectories, not yet sent to an engine, are
-omitted."""
+"""Descriptions of the states of trajectories. Pending trajectories, which were not sent to an
+engine yet, are not shown."""
 
 
 def format_status(status: Status) -> str:

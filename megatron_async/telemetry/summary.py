@@ -14,8 +14,8 @@ from megatron_async.telemetry.metrics import (
     sampling_name,
 )
 
-# "ESS" without further words means the raw effective sample size per token (docs/semantics.md
-# section 4).
+# Effective sample size. Without further words it means the raw one (before truncation) per token
+# (docs/semantics.md section 4).
 _ESS = "off_policy/ess"
 _MAX_AVERAGED = 5
 
@@ -25,7 +25,7 @@ class Measured:
     """Results of one evaluation of one set, with the settings on which they depend.
 
     Attributes:
-        step: Policy number that was evaluated.
+        step: Number of the policy version that was evaluated.
         temperature: Sampling temperature; 0 for greedy responses.
         reward_max: Largest reward.
         solved_at: Reward from which a response counted as right.
@@ -42,22 +42,23 @@ class Measured:
 
     @classmethod
     def of(cls, line: Mapping[str, float], prefix: str) -> "Measured":
-        """Parse the results of the set whose metrics begin with `prefix` from an evaluation's
-        line."""
+        """Return the results of one set from `line`, a line of metrics.jsonl about an evaluation.
+        The set's metrics begin with `prefix`."""
         names = ("accuracy", "reward_mean", "reward_max", "temperature", "solved_at")
         numbers = {name: line[f"{prefix}/{name}"] for name in names}
         return cls(step=int(line["step"]), scored_by=str(line["scored_by"]), **numbers)
 
     @property
     def shown_accuracy(self) -> str:
-        """Accuracy as text, with the reason if no response could count as right."""
+        """Accuracy as text. If no response could count as right, because no reward has reached
+        `eval.solved_at`, the text says so."""
         if 0 < self.reward_max < self.solved_at:
             return f"{percent(self.accuracy)}: no reward reached eval.solved_at {self.solved_at:g}"
         return percent(self.accuracy)
 
     def changes(self, later: "Measured") -> list[str]:
-        """List the settings that make the accuracies of this evaluation and a later one
-        incomparable."""
+        """Return texts about the settings that differ between this evaluation and a later one, so
+        that their accuracies cannot be compared."""
         settings = (
             ("eval.solved_at", f"{self.solved_at:g}", f"{later.solved_at:g}"),
             ("sampling", sampling_name(self.temperature), sampling_name(later.temperature)),
@@ -68,7 +69,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class EvaluatedSet:
-    """First and last evaluation of a set; `last` is None if there was only one."""
+    """First and last evaluation of an evaluation set. `last` is None if there was only one
+    evaluation."""
 
     name: str
     first: Measured
@@ -78,8 +80,8 @@ class EvaluatedSet:
         """Return the set's accuracy and mean reward, before and after training, as pairs of name
         and text.
 
-        If the settings of the evaluation have changed in between, the text of the first accuracy is
-        replaced by the changes.
+        If settings of the evaluation have changed in between, the changes are returned in place of
+        the first accuracy.
 
         Args:
             start: Words for the time of the first evaluation.
@@ -103,10 +105,11 @@ class EvaluatedSet:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Totals of one run. Shares are of trained sequences or tokens; times are in seconds.
+    """Totals of one run. Times are in seconds.
 
     Attributes:
         steps: Number of trained steps, without steps that a resume abandoned.
+        resumed_share: Share of the trained responses that were resumed after an interruption.
         ess: Raw effective sample size per token; None if not measured.
         rewards: Mean training reward at the start and at the end, over up to five steps each.
     """
@@ -127,7 +130,7 @@ class RunSummary:
 
     @property
     def failures(self) -> str:
-        """Number of failed scores of all scores, as text."""
+        """Text with the number of failed scores and the number of all scores."""
         return f"{self.failed_scores:,} of {self.scores:,}" if self.scores else "not measured"
 
     def facts(self, start: str = "at the start") -> list[tuple[str, str]]:
@@ -159,7 +162,8 @@ def percent(value: float) -> str:
 
 
 def _evaluated(lines: Sequence[Mapping[str, float]]) -> Iterator[EvaluatedSet]:
-    """Generate every set of a run's evaluations, from their lines in the order of steps."""
+    """Generate an `EvaluatedSet` for every evaluation set of a run. `lines` are the lines of
+    metrics.jsonl about evaluations, in the order of steps."""
     sets: dict[str, list[Measured]] = {}
     for line in lines:
         for name, prefix in evaluated_sets(line).items():
@@ -173,8 +177,8 @@ def summarize(directory: RunDirectory) -> RunSummary:
 
     A resume continues from a checkpoint and abandons the steps that were trained after it.
     Abandoned steps count in the generated tokens, the two rates in tokens per second, the numbers
-    of scores and of failed scores, and the seconds of each phase. All other values, including the
-    number of steps, are of the surviving lineage.
+    of scores and of failed scores, and the seconds of each phase. They do not count in all other
+    values, including the number of steps.
     """
     train = read_metrics(directory.metrics_file)
     evaluations = read_metrics(directory.metrics_file, kind="eval")

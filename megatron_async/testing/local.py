@@ -1,12 +1,14 @@
-"""Runs a whole training in one process: one trainer rank, engines that already run, and no Ray.
+"""Runs a whole training in one process, with one trainer rank, on engines that the caller has
+started.
 
-It is meant for tests and experiments with many short trainings on one running engine. Manager,
-driver, trainer and loop are the same as in a large run; only the separate processes are missing.
+It is meant for tests and experiments with many short trainings on one running engine. The rollout
+manager, the trainer and the training loop are the same code as in a large run; only the separate
+processes are missing.
 
 Invariants
-- The rollout side runs on the event loop of another thread; every call to that thread has a time
+- The rollout manager runs on the event loop of another thread. Every call to that thread has a time
   limit.
-- The engines are never started, restarted or stopped here.
+- This module never starts, restarts or stops an engine.
 """
 
 import asyncio
@@ -38,8 +40,7 @@ _CALL_SECONDS = 120.0
 
 
 class BorrowedEngines:
-    """An `EngineLauncher` that connects to running servers and leaves starting and stopping to the
-    caller."""
+    """An `EngineLauncher` that connects to running engines and neither starts nor stops them."""
 
     def __init__(self, config: RunConfig, urls: Sequence[str]) -> None:
         self._config = config
@@ -106,7 +107,7 @@ def train_locally(
         config: The run's settings.
         directory: The run directory.
         urls: Addresses of running engines, whose model has the architecture of `model.path`.
-        scorers: Scores the responses.
+        scorers: The scorers of responses.
         environments: Workers of the environment, if `config` names one.
     """
     manager = RolloutManager(

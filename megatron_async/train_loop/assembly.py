@@ -1,6 +1,7 @@
 """Builds one trainer rank from the run directory, runs its loop, and reports the run's outcome.
 
-Import this module after `trainer.device.import_megatron`: its own imports need Megatron.
+Import this module after a call of `trainer.device.import_megatron`, because its own imports import
+Megatron.
 """
 
 import json
@@ -47,7 +48,8 @@ def train(
         config: The run's settings.
         backend: Address of the process backend, at which the rollout manager is found.
         stop: The request to stop, which may come at any time.
-        cause: Message of the previous attempt's failure; empty if unknown.
+        cause: Message of the failure after which torchrun has restarted all ranks; empty if unknown
+            or if there was no restart.
     """
     with ExitStack() as stack:
         session = parallel_session(
@@ -69,7 +71,8 @@ def train(
                 checkpoints.load(trainer, newest)
             return trainer
 
-        # Built while the engines start; on shared devices only after the engines have left them.
+        # The trainer is built while the engines start. If they share devices, it is built only
+        # after the engines have started and freed the devices' memory.
         colocated = config.engines.placement == "colocated"
         trainer = None if colocated else build()
         link: RolloutLink | None = None
@@ -119,13 +122,14 @@ def _steps_before(directory: RunDirectory, step: int) -> list[dict[str, float]]:
 def _threshold(
     config: RunConfig, directory: RunDirectory, before: Sequence[Mapping[str, float]]
 ) -> UnreachedThreshold:
-    """Return the check that warns when no reward, of training or of an evaluation, reaches the
-    threshold `eval.solved_at`.
+    """Return the check that warns if no reward of the run has reached `eval.solved_at`, the reward
+    from which a response counts as right.
 
     Args:
         config: The run's settings.
         directory: The run directory, from which the rewards of earlier evaluations are read.
-        before: Metrics of the steps that were trained before this start, whose rewards count too.
+        before: Metrics of the steps that were trained before this start of the trainer. Their
+            rewards count too.
     """
     counts = bool(config.eval_sets() or config.task.difficulty.pools)
     evaluated = read_metrics(directory.metrics_file, kind="eval") if before else []
@@ -136,9 +140,10 @@ def _threshold(
 def _export(
     trainer: PolicyTrainer, directory: RunDirectory, config: RunConfig, rank_zero: RankZero
 ) -> None:
-    """Write the model in Hugging Face format, replacing the export of an earlier end of this run.
+    """Write the model in Hugging Face format. If there is an export already, replace it.
 
-    A finished run that is extended with --resume already has an export, which is then out of date.
+    A complete run that was resumed with more steps has an export, of the model after the former
+    last step.
     """
     rank_zero.run(lambda: shutil.rmtree(directory.hf_export, ignore_errors=True))
     version = str(trainer.version)
@@ -152,7 +157,7 @@ def _warnings(
 
     Args:
         config: The run's settings.
-        number: Restarts of this launch so far.
+        number: Number of restarts of the trainer ranks since the run was launched.
         cause: Message of the failure before the newest restart; empty if unknown.
         damaged: Checkpoints that were skipped because they are damaged.
         loaded: Step of the checkpoint that was loaded.
@@ -168,8 +173,8 @@ def _warnings(
 
 
 def _resume_point(lineage: int, newest: Checkpoint | None) -> ResumePoint:
-    """Return where this lineage (one start of the trainer) starts: at checkpoint `newest`, or at
-    step 0."""
+    """Return the point at which this start of the trainer (a lineage) continues the run: the
+    checkpoint `newest` or, if that is None, step 0."""
     if newest is None:
         return ResumePoint(lineage)
     position = int(newest.manifest.extra["store_position"])
@@ -183,8 +188,8 @@ def _link(
     stop: StopRequest,
     stack: ExitStack,
 ) -> RolloutLink:
-    """Connect to the process backend and return the link to the rollout manager; `stack` closes
-    it."""
+    """Connect to the process backend at `backend_address` and return the link to the rollout
+    manager that it runs. `stack` closes the connection."""
     backend = connect_backend(backend_address, directory.logs)
     stack.callback(backend.close)
     return RemoteLink(config, backend, stop.asked)
@@ -205,7 +210,7 @@ def writer(
         directory: The run directory.
         config: The run's settings, which are passed to the trackers without the API key.
         stack: Closes the writer.
-        lineage: Number of this start of the trainer, written with every record.
+        lineage: Number of this start of the trainer, which is written with every line.
         stage: "sft" for fine-tuning; empty for reinforcement learning.
         step: Number of the first step that will be written.
     """

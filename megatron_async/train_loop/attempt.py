@@ -1,17 +1,17 @@
-"""Exit codes of trainer ranks, and restarts: when one rank fails, torchrun restarts all ranks.
+"""Handles exit codes and failure messages of trainer ranks, and counts restarts.
 
-One start of all ranks is called an attempt. An attempt is identified by the port at which its ranks
-connect (MASTER_PORT), which torchrun chooses anew each time. Restarts are counted by lineages
-(every start of the trainer gets the next lineage number), because the torchrun agents of several
-nodes do not share a count.
+When one rank fails, torchrun restarts all ranks. One start of all ranks is called an attempt. It is
+identified by the port at which its ranks connect (MASTER_PORT), which torchrun chooses again for
+each attempt. Every attempt gets the next lineage number of the run. Restarts are counted by these
+numbers, because the torchrun agents of several nodes do not share a count.
 
 Invariants
-- A failure belongs to one attempt: the failure of an earlier attempt is never reported as the cause
-  of a later one's end.
-- A failure with a message for the user is written to the run directory. If the disk is full, the
-  exit code and the reported failure stay the same.
-- Each restart adds a warning with its cause and the checkpoint that was loaded to the console,
-  metrics.jsonl, the report and the trackers.
+- A failure is stored with its attempt, so that the failure of an earlier attempt is never reported
+  as the reason for which a later one ended.
+- A failure with a message for the user is written to the run directory. If it cannot be written,
+  because the disk is full, the rank still ends with the same exit code.
+- Each restart causes a warning with its cause and the checkpoint that was loaded. The warning
+  appears on the console, in metrics.jsonl, in the report and in the trackers.
 """
 
 import contextlib
@@ -28,7 +28,8 @@ from megatron_async.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 FIRST_LINEAGE_VARIABLE: Final = "MEGATRON_ASYNC_FIRST_LINEAGE"
-"""Environment variable with the number of the first lineage of a launch; the launcher sets it."""
+"""Environment variable, set by the launcher, with the lineage number of a launch's first
+attempt."""
 
 
 def current_attempt() -> str:
@@ -38,13 +39,13 @@ def current_attempt() -> str:
 
 
 def begin_attempt(directory: RunDirectory) -> str:
-    """Mark the start of an attempt in the log; on rank 0, remove and return the earlier attempt's
-    failure.
+    """Mark the start of an attempt in the log. On rank 0, remove the failure that an earlier
+    attempt has stored, and return its message.
 
-    Call this before anything that can fail, so that no rank of this attempt can have failed yet.
+    Call this before any work that can fail.
 
     Returns:
-        The message of the earlier failure; empty on other ranks and if no message was stored.
+        The message of the earlier failure; empty on other ranks, and if no failure was stored.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(ATTEMPT_LINE, flush=True)
@@ -57,7 +58,9 @@ def begin_attempt(directory: RunDirectory) -> str:
 def restarts(lineage: int) -> int:
     """Return how many times torchrun has restarted the ranks since the run was launched.
 
-    An attempt that failed before it had a lineage is counted only by this node's torchrun agent.
+    The number is derived from the lineage number. An attempt that failed before it got a lineage
+    number is missing in it, but this node's torchrun agent has counted it, so the larger number is
+    returned.
     """
     own = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return max(own, lineage - int(os.environ.get(FIRST_LINEAGE_VARIABLE, lineage)))
@@ -83,8 +86,8 @@ def restart_warning(number: int, cause: str, step: int, limit: int) -> tuple[str
 
 
 def _cause_in_own_log() -> str | None:
-    """Search the previous attempt's section of this process's log file for the error that ended
-    it."""
+    """Search this process's log file for the error that ended the previous attempt; return it, or
+    None if there is none."""
     log = Path("/proc/self/fd/1").resolve()
     text = log.read_text(errors="replace") if log.is_file() else ""
     return cause_in_log(text.rpartition(ATTEMPT_LINE)[0])
@@ -104,16 +107,16 @@ def exit_code(directory: RunDirectory, work: Callable[[], None]) -> int:
         try:
             directory.report_failure(str(error), code, current_attempt())
         except CannotWrite:
-            with contextlib.suppress(OSError):  # the log may be on the same full disk
+            with contextlib.suppress(OSError):  # The log may be on the full disk too.
                 print(f"error: {error}", file=sys.stderr, flush=True)
         return code
     return 0
 
 
 def leave(code: int) -> NoReturn:
-    """Exit the process immediately with `code`, although gloo threads of a failed collective still
-    run."""
+    """Exit the process immediately with `code`. A normal exit would wait for gloo's threads, which
+    still run after a failed collective."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # a full disk must not change the exit code
+        with contextlib.suppress(OSError):  # A full disk must not change the exit code.
             stream.flush()
     os._exit(code)

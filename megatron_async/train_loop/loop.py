@@ -1,19 +1,19 @@
 """The training loop of a rank: get a batch, train on it, publish the weights, save a checkpoint.
 
-Every trainer rank runs the loop in the same order. Only rank 0 has a link to the rollout side; what
-it receives is broadcast to the other ranks. The trainer knows nothing about engines except their
-addresses.
+Every trainer rank runs the loop in the same order. Only rank 0 calls the rollout manager; what it
+receives is broadcast to the other ranks. Of the engines, the trainer knows only the addresses, to
+which it sends weights.
 
 Invariants
-- Version n is published exactly when the trainer's step is n. A skipped batch publishes unchanged
-  weights under the next number.
-- A checkpoint of step n is finalized before it is reported to the rollout side.
-- Where engines share the trainer's devices, the trainer has no memory there while the engines
-  generate, and it saves a checkpoint before it frees the memory.
+- After n steps, policy version n is published. If the batch of a step was skipped, the unchanged
+  weights are published under the next number.
+- A checkpoint is reported to the rollout manager only after it is completely on disk (finalized).
+- If engines share the trainer's devices, the trainer frees its memory on them while the engines
+  generate. It saves a due checkpoint before that.
 - A run that is asked to stop ends between two steps, with a finalized checkpoint of the last step.
-- Losing the rollout manager costs no step. The trainer attaches to the restarted manager at its
-  current step, on the same lineage, and repeats the calls that got no reply. It sends the store
-  position of its newest batch, so that the manager notices if its store has lost that batch.
+- If the rollout manager dies, no step is lost. The trainer attaches to the restarted manager at its
+  current step, with the same lineage number, and repeats the calls that got no reply. It sends the
+  store position of its newest batch, so that the manager notices if its store has lost that batch.
 """
 
 import time
@@ -41,21 +41,20 @@ from megatron_async.weight_sync.publisher import WeightPublisher
 
 T = TypeVar("T")
 
-# Steps between two histograms. Histograms help a person who inspects a run, but each takes as much
-# space in a tracker's files as many scalars.
+# Number of steps between two histograms. They are not written at every step, because each takes as
+# much space in a tracker's files as many scalars.
 HISTOGRAMS_EVERY = 5
 
 
 @dataclass(kw_only=True, eq=False)
 class TrainLoop:
-    """One rank's view of a training run, from the step at which it starts or resumes to the last
-    step.
+    """Training of one rank, from the step at which the run starts or resumes to the last step.
 
     Attributes:
         link: Calls to the rollout manager; on rank 0 only.
         metrics: Writer of metrics and warnings; on rank 0 only.
-        resume: Step, lineage and store position at which this start of the trainer began.
-        memory: Frees the trainer's device memory where engines share the devices.
+        resume: Step, lineage and store position at which this trainer has started.
+        memory: Frees the trainer's device memory while engines that share the devices need it.
         rank_zero: Runs a call on rank 0 while the other ranks wait for its result.
         begin: Called on rank 0 once the engines have loaded the first published weights.
         scored_by: Description of the reward (see `scoring.identity`), written with each evaluation.
@@ -87,8 +86,8 @@ class TrainLoop:
         self._evaluation_seconds = 0.0
 
     def run(self) -> bool:
-        """Train until `config.steps` batches are done; return False if the run was asked to stop
-        earlier.
+        """Train until `config.steps` batches are done and return True; return False if the run was
+        asked to stop before.
 
         Raises:
             ComponentFailure: The rollout side failed, or training cannot continue.
@@ -108,22 +107,23 @@ class TrainLoop:
                 continue
             waited = time.monotonic() - began
             if batch is None:
-                # Engines with old weights need the current weights before they can generate a
-                # batch.
+                # The manager waits for an update: its engines have old weights and may not generate
+                # a batch with them.
                 self._publish()
                 continue
             self._step(batch, waited)
         if self._unevaluated:
-            # Stop instead of completing the run; the next resume makes the missing evaluation.
+            # A request to stop has interrupted the last evaluation. The run stops and is not
+            # complete, so that a resume makes the evaluation.
             return self._stop()
         self.checkpoints.wait()
         self._ask(self._report_finalized)
-        self.memory.keep_on_device(DeviceContents.ALL)  # engines no longer need the device
+        self.memory.keep_on_device(DeviceContents.ALL)  # The engines need the devices no longer.
         return True
 
     def _stop(self) -> bool:
-        """Save what was trained since the last checkpoint, wait until it is finalized, and return
-        False."""
+        """Save a checkpoint if there were steps after the last one, wait until it is finalized, and
+        return False."""
         if self.trainer.step != self._saved_step:
             self._checkpoint()
         self.checkpoints.wait()
@@ -131,8 +131,8 @@ class TrainLoop:
         return False
 
     def _ask(self, question: Callable[[], T]) -> T:
-        """Run `question` (a call to the rollout manager) on rank 0, repeating it if the manager is
-        lost."""
+        """Run `question`, which calls the rollout manager, on rank 0 and return its result on every
+        rank. If the manager dies, attach to the restarted one and repeat the call."""
         # The loop ends, because a manager is restarted at most engines.max_restarts times.
         while True:
             try:
@@ -141,8 +141,8 @@ class TrainLoop:
                 self._attach_again()
 
     def _attach_again(self) -> None:
-        """Attach to a restarted rollout manager at the current step; its new engines still need
-        weights."""
+        """Attach to a restarted rollout manager at the current step. The manager has new engines,
+        which `_publish` must give the current weights."""
         current = replace(self.resume, step=self.trainer.step, store_position=self._store_position)
         self.rank_zero.run(lambda: self._link.attach(current))
 
@@ -168,8 +168,8 @@ class TrainLoop:
             self._ask(lambda: self._link.drop_batch(batch.step, DropReason.NONFINITE.value))
         saved = 0.0
         if self._colocated:
-            # Save before the update, which moves the trainer off the device: after that it cannot
-            # save.
+            # The weight update moves the trainer's tensors off the device, so the checkpoint must
+            # be saved before.
             saved = self._save_if_due()
         began = time.monotonic()
         update = self._publish()
@@ -189,8 +189,8 @@ class TrainLoop:
     # ------------------------------------------------------------ weights
 
     def _publish(self) -> UpdateReport:
-        """Send the current weights to the engines and verify that the engines use them; start over
-        if the manager is lost."""
+        """Send the current weights to the engines and verify that the engines use them. If the
+        rollout manager dies, repeat this with the restarted one."""
         # The loop ends, because a manager is restarted at most engines.max_restarts times. A lost
         # manager loses its engines too, so the whole update is repeated.
         while True:
@@ -236,7 +236,8 @@ class TrainLoop:
         if update.passed:
             self.publisher.settle()
         if self.metrics is not None:
-            for name, message in update.warnings:  # belong to the step that produced this version
+            # The warnings belong to the step that produced this version.
+            for name, message in update.warnings:
                 self.metrics.warn(max(0, number - 1), name, message)
             self._write_evaluations(update.evaluations)
         if update.evaluation_due:
@@ -246,17 +247,17 @@ class TrainLoop:
         return update
 
     def _offload(self) -> None:
-        """Move this rank's tensors off its device, and wait until all ranks that share devices have
-        done so."""
+        """Move this rank's tensors off its device if engines share it, and wait until all ranks
+        have done so."""
         self.memory.keep_on_device(DeviceContents.NOTHING)
         if self._colocated:
             self.rank_zero.barrier()
 
     def _evaluate(self, number: int) -> None:
-        """Evaluate version `number` and write the results; a request to stop leaves it to the next
-        resume.
+        """Evaluate version `number` and write the results.
 
-        An evaluation may take longer than the process that asked the run to stop will wait.
+        A request to stop ends the wait for the evaluation, which may take longer than the run has
+        time to stop. The next resume then repeats the evaluation.
         """
         try:
             found = self.rank_zero.run(lambda: self._link.evaluate(number))
@@ -266,8 +267,8 @@ class TrainLoop:
         self._write_evaluations(found)
 
     def _write_evaluations(self, found: Iterable[Evaluation]) -> None:
-        """Write the metrics, samples and warnings of each evaluation under the version that it
-        started with."""
+        """Write the metrics, samples and warnings of each evaluation, under the number of the
+        policy version with which it started."""
         if self.metrics is None:
             return
         for evaluation in found:
@@ -296,8 +297,8 @@ class TrainLoop:
     # ------------------------------------------------------------ checkpoints and records
 
     def _save_if_due(self) -> float:
-        """Save a checkpoint if one is due, report finalized checkpoints, and return the seconds
-        that took."""
+        """Save a checkpoint if one is due, and report finalized checkpoints to the rollout manager;
+        return how many seconds this took."""
         began, step = time.monotonic(), self.trainer.step
         if step % self.config.checkpoint.every_steps == 0 or step == self.config.steps:
             self._checkpoint()
@@ -305,17 +306,21 @@ class TrainLoop:
         return time.monotonic() - began
 
     def _checkpoint(self) -> None:
-        """Start saving a checkpoint of the current step, together with the rollout side's
-        position."""
+        """Start saving a checkpoint of the current step. It contains the manager's position in its
+        trajectory store."""
         extra = self._ask(lambda: self._link.position())
-        # Engines that share the device have been offloaded by `position`.
+        # If engines share the devices, the call of `position` has made them free the devices'
+        # memory.
         self.memory.keep_on_device(DeviceContents.ALL)
         self.checkpoints.save(self.trainer, extra)
         self._saved_step = self.trainer.step
 
     def _report_finalized(self) -> None:
-        """Report checkpoints finalized since the last call to the rollout manager and the metrics;
-        rank 0 only."""
+        """On rank 0, report the checkpoints that were finalized since the last call to the rollout
+        manager and the trackers.
+
+        A checkpoint whose report fails, because the manager has died, is reported at the next call.
+        """
         if self.link is not None:
             self._unreported += self.checkpoints.take_finalized()
             while self._unreported:
@@ -329,8 +334,8 @@ class TrainLoop:
     def _write(
         self, batch: TokenBatch, report: StepReport, update: UpdateReport, times: dict[str, float]
     ) -> None:
-        """Write the metrics, warnings and histograms of one step; on ranks without a writer, do
-        nothing."""
+        """Write the metrics, warnings and histograms of one step; do nothing on ranks other than 0,
+        which have no writer."""
         writer = self.metrics
         if writer is None:
             return

@@ -2,7 +2,7 @@
 
 `RolloutLink` defines the calls and their limits; `RemoteLink` sends them to the manager's process.
 Only trainer rank 0 has a link. A failure of the rollout side arrives as `ComponentFailure` with the
-manager's own message. The loss of a manager that will be restarted arrives as `ManagerLost`; the
+manager's own message. If the manager dies and will be restarted, calls raise `ManagerLost`; the
 trainer then attaches to the new manager and continues. Every call carries the trainer's lineage, so
 that the manager can refuse calls by a trainer that has been superseded by a newer start.
 """
@@ -39,7 +39,8 @@ _RETRY_SECONDS = 0.2
 
 
 class ManagerLost(ComponentFailure):
-    """Raised when the rollout manager died and forgot its trainer; call `attach` again."""
+    """Raised if the rollout manager has died. The restarted manager does not know its trainer,
+    which must call `attach` again."""
 
 
 class RolloutLink(ABC):
@@ -51,8 +52,8 @@ class RolloutLink(ABC):
 
     @abstractmethod
     def attach(self, resume: ResumePoint) -> None:
-        """Register this trainer with the rollout manager at `resume`, and wait until the engines
-        have started."""
+        """Register this trainer with the rollout manager, at the step and store position of
+        `resume`, and wait until the engines have started."""
 
     @abstractmethod
     def _call(
@@ -63,17 +64,20 @@ class RolloutLink(ABC):
     ) -> R:
         """Run `call` on the rollout manager and return its result.
 
-        The call carries this trainer's lineage, a number that grows by one at every resume of the
-        run. The manager refuses the call if no trainer of this lineage is attached.
+        The call carries this trainer's lineage, a number that grows by one with every start of the
+        trainer. The manager refuses the call if no trainer of this lineage is attached, so that a
+        trainer that was replaced by a newer one cannot change the run.
 
         Args:
             call: Function that makes the call; it gets the manager and the lineage.
             limit: Seconds after which the call fails.
-            unless_stopped: Whether a request to stop the run ends the wait with StopAsked.
+            unless_stopped: Whether the call raises StopAsked if the run is asked to stop while it
+                waits.
         """
 
     def next_batch(self) -> TokenBatch | None:
-        """Wait for the next batch; return None if engines with old weights need an update first.
+        """Wait for the next batch. Return None if engines have old weights with which they may not
+        generate a batch, so that the trainer must publish its weights first.
 
         Raises:
             StopAsked: The run was asked to stop before a batch was ready.
@@ -91,21 +95,21 @@ class RolloutLink(ABC):
         )
 
     def begin_update(self, number: int) -> list[EngineAddress]:
-        """Prepare engines for version `number`; return the addresses of those that must receive
-        it."""
+        """Prepare the engines for the update to version `number`; return the addresses of the
+        engines to which the trainer must send it."""
         settings = self._config
         limit = max(settings.trainer.wait_for_batch_seconds, settings.weights.timeout_seconds)
         limit += _SLACK_SECONDS
         return self._call(lambda manager, lineage: manager.begin_update(lineage, number), limit)
 
     def end_update(self, number: int, engine_ids: Sequence[str], verify: bool) -> TokenBatch | None:
-        """Report which engines were sent version `number`; with `verify`, return tokens that they
-        sample.
+        """Report to which engines version `number` was sent. With `verify`, let them sample tokens
+        with it and return these.
 
         Returns:
             A batch of sampled tokens whose log-probs the trainer compares; None without `verify`.
         """
-        # The engines' sampling may take as long as the transfer.
+        # Twice the limit: the engines may take as long to sample tokens as to load the weights.
         limit = 2 * self._config.weights.timeout_seconds + _SLACK_SECONDS
         engines = list(engine_ids)
         return self._call(
@@ -115,14 +119,14 @@ class RolloutLink(ABC):
     def verify_update(
         self, number: int, logprobs_T: FloatArray | None, float32: bool
     ) -> UpdateReport:
-        """Finish the update to version `number` by comparing log-probs of the tokens that engines
-        sampled.
+        """Finish the update to version `number`, in which the manager compares the engines'
+        log-probs of the sampled tokens with the trainer's.
 
         Args:
             number: Version that was published.
-            logprobs_T: The trainer's log-probs of the batch that `end_update` returned; None
-                without it.
-            float32: Whether the trainer computed them in float32; otherwise in half precision.
+            logprobs_T: The trainer's log-probs of the batch that `end_update` returned; None if it
+                returned None. float32: Whether the trainer computes in float32; otherwise it
+                computes in half precision.
         """
         limit = self._config.weights.timeout_seconds + _SLACK_SECONDS
         return self._call(
@@ -131,15 +135,16 @@ class RolloutLink(ABC):
         )
 
     def evaluate(self, number: int) -> tuple[Evaluation, ...]:
-        """Evaluate the published version `number`; return its results and those of evaluations
-        still running.
+        """Evaluate the published version `number`; return its results, after those of earlier
+        evaluations that have finished meanwhile.
 
         Raises:
             StopAsked: The run was asked to stop during the evaluation.
         """
         # Twice the limit of one evaluation, because an earlier evaluation may still run.
         limit = 2 * self._config.eval.timeout_seconds + _SLACK_SECONDS
-        # Colocated engines must be idle before the trainer uses the memory they share.
+        # On shared devices, a request to stop does not end the wait: the engines must be idle
+        # before the trainer uses the devices to save a checkpoint.
         colocated = self._config.engines.placement == "colocated"
         return self._call(
             lambda manager, lineage: manager.evaluate(lineage, number),
@@ -148,12 +153,12 @@ class RolloutLink(ABC):
         )
 
     def position(self) -> dict[str, Any]:
-        """Return the rollout side's position in its store and data, to be saved in a checkpoint."""
+        """Return the manager's position in its trajectory store, to be saved in a checkpoint."""
         return self._call(lambda manager, lineage: manager.position(lineage), _CALL_SECONDS)
 
     def checkpoint_finalized(self, step: int, kept: Sequence[PolicyVersion]) -> None:
-        """Tell the manager that the checkpoint of `step` is finalized, and which versions are still
-        saved."""
+        """Tell the manager that the checkpoint of `step` is completely on disk, and that the
+        checkpoints of the versions `kept` still exist."""
         self._call(
             lambda manager, lineage: manager.checkpoint_finalized(lineage, step, kept),
             _CALL_SECONDS,
@@ -161,7 +166,7 @@ class RolloutLink(ABC):
 
 
 class RemoteLink(RolloutLink):
-    """Makes blocking calls to the rollout manager in its own process."""
+    """Makes blocking calls to a rollout manager that runs in another process."""
 
     def __init__(
         self,
@@ -174,7 +179,8 @@ class RemoteLink(RolloutLink):
         Args:
             config: The run's settings, from which the time limits come.
             backend: Process backend that runs the manager.
-            stop_asked: Polled during waits for batches and evaluations; True ends the wait.
+            stop_asked: Function that is called repeatedly while the trainer waits for a batch or an
+                evaluation. If it returns True, the wait ends.
         """
         super().__init__(config)
         self._manager = backend.find(MANAGER_NAME, ManagerHost)
@@ -184,8 +190,8 @@ class RemoteLink(RolloutLink):
         """Attach to the rollout manager, retrying while the manager is being restarted.
 
         Raises:
-            ComponentFailure: The manager is dead for good, or was not reached within the time
-                limit.
+            ComponentFailure: The manager has died and is not restarted again, or it did not reply
+                within the time limit.
         """
         self._lineage = resume.lineage
         limit = self._config.engines.start_timeout_seconds + _CALL_SECONDS
@@ -195,7 +201,8 @@ class RemoteLink(RolloutLink):
             try:
                 self._ask(lambda manager: manager.attach(resume), max(remaining, _RETRY_SECONDS))
                 return
-            except ManagerLost as lost:  # an interrupted attach is simply repeated
+            # The manager has died during the call, which can be repeated.
+            except ManagerLost as lost:
                 if remaining <= 0 or isinstance(lost.__cause__, RemoteObjectDead):
                     raise ComponentFailure(
                         "the rollout manager did not restart within "

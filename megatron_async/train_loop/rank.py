@@ -1,9 +1,9 @@
 """Entry point of one trainer rank under torchrun: `-m megatron_async.train_loop.rank RUN_DIR`.
 
-The environment variable `MEGATRON_ASYNC_BACKEND` holds the address of the process backend that runs
-the rollout side; the launcher sets it. The rank writes to the run directory how the run ended, for
-the supervisor: complete, stopped on request (SIGUSR2, see `train_loop/stop.py`), or the message of
-a failure.
+The launcher sets the environment variable `MEGATRON_ASYNC_BACKEND` to the address of the process
+backend that runs the rollout manager. For the launcher, the rank writes to the run directory how
+the run has ended: it is complete, it was stopped on request (by SIGUSR2 or a file, see
+`train_loop/stop.py`), or it has failed with a message.
 """
 
 import os
@@ -16,8 +16,8 @@ from megatron_async.runtime.garbage_collection import gc_disabled
 from megatron_async.train_loop.attempt import begin_attempt, exit_code, leave
 from megatron_async.train_loop.stop import StopRequest
 
-# By this environment variable, the launcher tells the ranks the address of the process backend in
-# which it has started the rollout side.
+# Environment variable in which the launcher passes the address of the process backend, by which it
+# has started the rollout manager, to the ranks.
 BACKEND_VARIABLE = "MEGATRON_ASYNC_BACKEND"
 
 

@@ -1,12 +1,13 @@
-"""Work that rank 0 does for all ranks while they wait: calls to the rollout side, small files.
+"""Runs work on rank 0 while all other ranks wait: calls to the rollout manager, writing small
+files.
 
-Rank 0 may wait for a batch, or for engines to start, much longer than a collective may take
-(`trainer.collective_timeout_seconds` exists to reveal a stuck rank). So the other ranks wait for it
-in a separate process group.
+Rank 0 may wait for a batch, or for engines to start, much longer than a collective may take: the
+time limit `trainer.collective_timeout_seconds` is short, to detect a rank that hangs. So the other
+ranks wait for rank 0 in a separate process group with a longer time limit.
 
 Invariants
-- The time limit of that group is longer than any limit that rank 0 observes itself. So rank 0 gives
-  up first, with a message that names what it waited for, and every rank raises that error.
+- The time limit of this group is longer than every time limit of rank 0's own waits. So rank 0
+  fails first, with a message that names what it has waited for, and every rank raises this error.
 """
 
 from collections.abc import Callable
@@ -23,10 +24,10 @@ _SLACK_SECONDS = 120.0
 
 
 def patience_seconds(config: RunConfig) -> float:
-    """Return the time limit of other ranks that wait for rank 0.
+    """Return for how many seconds the other ranks wait for rank 0 at most.
 
-    It is longer than any limit that rank 0 has itself, so that rank 0 fails first and reports the
-    cause.
+    This is longer than every time limit of rank 0's own waits, so that rank 0 fails first and
+    reports what it has waited for.
     """
     return _SLACK_SECONDS + max(
         config.trainer.wait_for_batch_seconds,
@@ -42,23 +43,24 @@ class RankZero:
     """Runs functions on rank 0 and gives every rank the result.
 
     `group` is the process group in which the other ranks wait for rank 0. None means the default
-    group, whose time limit is that of every collective (see `trainer.parallel`).
+    group, which has the shorter time limit of other collectives.
     """
 
     group: dist.ProcessGroup | None = None
 
     @classmethod
     def with_timeout(cls, seconds: float) -> "RankZero":
-        """Create a `RankZero` whose waits may take up to `seconds`. Collective."""
+        """Create a `RankZero` in which ranks wait for up to `seconds`. All ranks must call this
+        together."""
         return cls(dist.new_group(timeout=timedelta(seconds=seconds), backend="gloo"))
 
     def barrier(self) -> None:
-        """Wait until every rank has called this method. Collective."""
+        """Wait until every rank has called this method."""
         dist.barrier(group=self.group)
 
     def run(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 and return its result on every rank; raise its error on every rank.
-        Collective."""
+        """Run `work` on rank 0 and return its result on every rank. If `work` raises an error,
+        raise the error on every rank. All ranks must call this together."""
         box: list[Any] = [None, None]
         if dist.get_rank() == 0:
             try:

@@ -1,14 +1,15 @@
-"""Entry point of one rank of `megatron-async score` under torchrun: `-m ... RUN_DIR ROWS OUT`.
+"""Entry point of one rank of `megatron-async score` under torchrun, as command `-m
+megatron_async.train_loop.score_rank RUN_DIR ROWS OUT`.
 
-Reads rows of `input_ids` and `loss_mask` and writes the log-probs of all tokens whose mask is 1.
-The log-probs are those that the trainer computes, by the same model at the same parallel layout,
-without optimizer and gradients.
+It reads rows of `input_ids` and `loss_mask` from the file ROWS, and writes the log-probs of all
+tokens whose mask is 1 to the file OUT. The trainer's model computes them, in the parallel layout of
+the settings, without optimizer and gradients.
 
 Invariants
 - Every rank reads the same rows in the same order. Rank 0 writes the output file, completely or not
   at all.
-- The array `logprobs` has one value for each token: 0 where the mask is 0, and 0 for the first
-  token of each row, which no token precedes.
+- The array `logprobs` has one value for each token. It is 0 where the mask is 0, and for the first
+  token of each row, whose log-prob is not defined because no token precedes it.
 """
 
 import sys
@@ -30,7 +31,8 @@ from megatron_async.train_loop.attempt import exit_code, leave
 from megatron_async.train_loop.sft_rank import example_batch
 
 _MICROBATCHES = 4
-"""Microbatches computed at once on each rank: enough to keep all pipeline stages busy."""
+"""Number of microbatches that each rank computes in one pass of the pipeline. With several, all
+pipeline stages are busy for most of the time."""
 
 
 def read_sequences(path: Path | str, vocabulary: int) -> Iterator[WorkedExample]:
@@ -51,8 +53,8 @@ def read_sequences(path: Path | str, vocabulary: int) -> Iterator[WorkedExample]
 
 
 def _sequence(row: dict[str, Any], where: str, vocabulary: int) -> WorkedExample:
-    """Check one row and return it as a worked example without a prompt; `where` names the row in
-    errors."""
+    """Check one row and return its tokens as a `WorkedExample` without a prompt, so that all tokens
+    count as response. `where` names the row in error messages."""
     ids, mask = row.get("input_ids"), row.get("loss_mask")
     ids_L, mask_L = _vector(ids), _vector(mask)
     if ids_L.dtype.kind != "i":
@@ -73,10 +75,11 @@ def _sequence(row: dict[str, Any], where: str, vocabulary: int) -> WorkedExample
 
 
 def _vector(values: object) -> np.ndarray[Any, Any]:
-    """Return a list of numbers as a 1-d array; for any other value, an empty array of strings."""
+    """Return a list of numbers as an array of one dimension. For any other value, return an empty
+    array of strings, which the caller refuses."""
     try:
         array = np.array(values)
-    except ValueError:  # nested lists of different lengths
+    except ValueError:  # `values` has nested lists of different lengths.
         array = np.array(None)
     numbers = array.ndim == 1 and len(array) and array.dtype.kind in "bif"
     return array if numbers else np.zeros(0, np.str_)
@@ -119,8 +122,8 @@ def score(config: RunConfig, rows: Path | str, out: Path) -> None:
 
 
 def _chunks(sequences: Iterator[WorkedExample], min_tokens: int) -> Iterator[list[WorkedExample]]:
-    """Group neighboring sequences into lists of at least `min_tokens` response tokens; the last may
-    have fewer."""
+    """Group consecutive sequences into lists with at least `min_tokens` response tokens each. The
+    last list may have fewer."""
     chunk: list[WorkedExample] = []
     tokens = 0
     for sequence in sequences:

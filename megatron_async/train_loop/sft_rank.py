@@ -1,6 +1,7 @@
-"""Entry point of one rank of supervised fine-tuning under torchrun: `-m ... RUN_DIR DESTINATION`.
+"""Entry point of one rank of supervised fine-tuning under torchrun, as command `-m
+megatron_async.train_loop.sft_rank RUN_DIR DESTINATION`.
 
-Every rank builds the same batches from the same seed, so ranks exchange only gradients.
+Every rank builds the same batches from the same seed, so no batch has to be sent between ranks.
 """
 
 import sys
@@ -28,8 +29,8 @@ _LOG_EVERY = 10
 def batches_of(count: int, settings: SFTConfig, seed: int) -> list[npt.NDArray[np.int64]]:
     """Return the indices of the examples of each training step.
 
-    The order is drawn anew for each epoch, and every example is used once per epoch. With the
-    setting `epochs`, the last batch may be smaller than the others.
+    Each epoch has its own random order, and every example is used once per epoch. If the setting
+    `epochs` is used, the last batch may be smaller than the others.
 
     Args:
         count: Number of examples.
@@ -44,8 +45,8 @@ def batches_of(count: int, settings: SFTConfig, seed: int) -> list[npt.NDArray[n
 
 
 def example_batch(examples: Sequence[WorkedExample], step: int) -> TokenBatch:
-    """Pack worked examples into one batch that trains on their responses, end-of-text token
-    included."""
+    """Pack worked examples into one batch, in which the tokens of the responses are trained,
+    including the end-of-text token. `step` is the number of the batch."""
     lengths = [len(e.prompt_ids) + len(e.response_ids) for e in examples]
     cu_S1 = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     trained = [np.ones(len(e.response_ids)) if e.trained is None else e.trained for e in examples]
@@ -99,7 +100,7 @@ def train(config: RunConfig, directory: RunDirectory, destination: Path) -> None
 
 
 def _sft_metrics(report: StepReport) -> dict[str, float]:
-    """Return the scalars of a fine-tuning step under their metric names."""
+    """Return the metrics of a fine-tuning step by name."""
     return {
         "train/loss": report.loss,
         "train/grad_norm": report.grad_norm,

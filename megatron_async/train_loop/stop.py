@@ -1,12 +1,14 @@
-"""The request that a run stop soon and cleanly: at the end of its current step, with a checkpoint.
+"""Provides the request to stop a run at the end of its current step, with a checkpoint.
 
-A run can be asked to stop in two ways: by SIGUSR2 to the trainer ranks, or by creating the file
-whose path is in `MEGATRON_ASYNC_STOP_FILE`. The scripts in `launch/` use the file: it also reaches
-a process that has not started yet, and it cannot kill a process that has no handler for the signal.
+A run can be asked to stop in two ways: by sending SIGUSR2 to the trainer ranks, or by creating the
+file whose path is in the environment variable `MEGATRON_ASYNC_STOP_FILE`. The scripts in `launch/`
+create the file, because it has two advantages: a process that starts later finds it too, whereas
+the signal would kill a process that has not installed its handler yet.
 
 Invariants
-- A request only sets a flag. The loop checks the flag between steps and while it waits for a batch.
-- Ranks decide together (`asked_anywhere`): a signal that reached one rank counts for all ranks.
+- A request does not interrupt any work. The training loop checks for it between steps, and while it
+  waits for a batch or an evaluation.
+- All ranks stop together: if any rank was asked, `asked_anywhere` returns True on every rank.
 """
 
 import os
@@ -18,11 +20,11 @@ STOP_FILE_VARIABLE = "MEGATRON_ASYNC_STOP_FILE"
 
 
 class StopAsked(Exception):
-    """Raised when the run is asked to stop while the trainer waits for the rollout side."""
+    """Raised when the run is asked to stop while the trainer waits for the rollout manager."""
 
 
 class StopRequest:
-    """A request that this process stop, made by a signal or by creating a file."""
+    """The request to stop this process, which is made by a signal or by creating a file."""
 
     def __init__(self, flag_file: Path | None = None) -> None:
         self._flag_file = flag_file
@@ -30,8 +32,8 @@ class StopRequest:
 
     @classmethod
     def from_environment(cls) -> "StopRequest":
-        """Create the request with the stop file of the environment, if any, and install the signal
-        handler."""
+        """Create the object, with the stop file of `MEGATRON_ASYNC_STOP_FILE` if that is set, and
+        install a handler for SIGUSR2."""
         name = os.environ.get(STOP_FILE_VARIABLE, "")
         request = cls(Path(name) if name else None)
         signal.signal(signal.SIGUSR2, request._on_signal)
@@ -42,8 +44,9 @@ class StopRequest:
         return self._signalled or (self._flag_file is not None and self._flag_file.exists())
 
     def asked_anywhere(self) -> bool:
-        """Return whether any rank was asked to stop. Collective."""
-        # Imported here, so that the launcher, which only names the file, need not load torch.
+        """Return whether any rank was asked to stop. All ranks must call this together."""
+        # Imported here for the launcher, which imports this module only for the variable's name and
+        # need not load torch.
         import torch
         import torch.distributed as dist
 

@@ -1,12 +1,13 @@
-"""Provides the interface of a tracker, of which a class overrides the methods that it can use.
+"""Provides `Tracker`, the base class of trackers, whose methods do nothing. A tracker overrides
+those that it needs.
 
-`BackgroundTracker` puts a tracker behind a queue: the tracker may be slow, fail or hang without any
-effect on the run.
+`BackgroundTracker` calls a tracker from a queue on a separate thread: the tracker may be slow, fail
+or hang without any effect on the run.
 
 Invariants
-- No call waits: a call that does not fit into the queue is dropped and counted.
+- The run never waits for a tracker: if the queue is full, a call is dropped and counted.
 - Exceptions of a tracker are counted; after `_MAX_FAILURES` in a row it is no longer called.
-- `close` waits a limited time and then leaves the thread to the end of the process.
+- `close` waits for a limited time. A thread that has not ended by then ends with the process.
 """
 
 import queue
@@ -32,10 +33,10 @@ class TrackedRun:
         name: Name of the run.
         directory: The run's directory.
         config: The settings.
-        lineage: Lineage of the run; above 0 if the run was restored.
-        stage: `sft` if the run directory is also that of an RL run, else empty.
-        step: Number of the first step that is reported. Earlier reports about this step and later
-            ones are superseded.
+        lineage: Number of this start of the trainer; above 0 after a resume. stage: `sft` for a
+            fine-tuning whose run directory an RL run will use too; otherwise empty. step: Number of
+            the first step that is reported. After a resume, reports about this and later steps
+            replace those before the resume.
     """
 
     name: str
@@ -57,27 +58,30 @@ class TrackedRun:
 
 
 class Tracker:
-    """Interface of a service to which a run reports, created with the `arguments` of its setting.
+    """Base class of a tracker, which reports a run to a service. It is created with the `arguments`
+    of its setting.
 
     `start` is called first and `finish` last. All calls come one after another from a dedicated
-    thread, so they may take time: exceptions, and calls dropped because the tracker is too slow,
-    are counted and never stop the run. A restored run starts its trackers again and repeats steps.
+    thread, so they may take time. An exception never stops the run, and neither does a tracker that
+    is too slow, for which calls are dropped. A resumed run starts its trackers again and may repeat
+    steps.
     """
 
     def start(self, run: TrackedRun) -> None:
         """Open the destination to which the other methods write the reports of `run`."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Report the scalars of a step; those of an evaluation are named `eval/...`."""
+        """Report the metrics of a step, or of an evaluation, whose names begin with `eval/`."""
 
     def histogram(self, step: int, name: str, values: npt.NDArray[Any]) -> None:
-        """Report numbers whose distribution matters."""
+        """Report numbers whose distribution is to be shown."""
 
     def samples(self, step: int, name: str, rows: Sequence[Row]) -> None:
         """Report the responses of an evaluation: question, response, reward and more."""
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Report a warning by its name, or the totals at the end (`report`)."""
+        """Report the text of the warning `name`, or at the end the totals of the run, with the name
+        `report`."""
 
     def checkpoint(self, step: int, path: Path) -> None:
         """Report that a checkpoint that can be restored is on disk."""
@@ -122,14 +126,14 @@ class BackgroundTracker:
             self._lost("is too slow: calls are dropped")
 
     def take_problem(self) -> str | None:
-        """Return a message about the first failed or dropped call since the last time; None without
-        any."""
+        """Return a message if there was a first failed call or a first dropped call since the last
+        call of this method; otherwise None."""
         news, self._news = self._news, None
         return news
 
     def close(self, seconds: float = CLOSE_SECONDS) -> bool:
-        """Finish the queued calls and the tracker within `seconds`; return whether the time was
-        enough."""
+        """Wait for up to `seconds` until the queued calls are made and the tracker has finished;
+        return whether this time was enough."""
         end = time.monotonic() + seconds
         try:
             self._calls.put(lambda: self._tracker.finish(), timeout=seconds)
@@ -146,7 +150,8 @@ class BackgroundTracker:
         self.dropped += 1
 
     def _work(self) -> None:
-        """Execute the queued calls until the queue ends; count failures."""
+        """Make the queued calls until the end marker (None) is taken from the queue; count
+        failures."""
         while (call := self._calls.get()) is not None:
             if self._failures_in_a_row >= _MAX_FAILURES:
                 self._lost(f"has failed {_MAX_FAILURES} times in a row and is no longer called")

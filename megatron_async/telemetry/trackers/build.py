@@ -34,7 +34,8 @@ def build_trackers(config: TelemetryConfig) -> dict[str, Tracker]:
 
 
 def _tracker(name: str, arguments: Mapping[str, Any]) -> Tracker:
-    """Create the tracker `name`, which is built in or an import path, with its arguments.
+    """Create the tracker `name` with its arguments. `name` is the name of a built-in tracker or an
+    import path.
 
     Raises:
         UserError: If it cannot be created or is not a `Tracker`.

@@ -1,4 +1,5 @@
-"""Provides the MLflow tracker: for a tracking server, or a database file (`sqlite:///FILE`)."""
+"""Provides the MLflow tracker, which reports to a tracking server or a database file
+(`sqlite:///FILE`)."""
 
 import json
 import re
@@ -21,7 +22,7 @@ _REFUSED = re.compile(r"[^\w\-. /]")
 
 
 class MlflowTracker(Tracker):
-    """Reports a run to MLflow, where a run directory is one MLflow run, also after a restore."""
+    """Reports a run to MLflow. A run directory is one MLflow run, which a resumed run continues."""
 
     def __init__(self, experiment: str = "megatron_async", tracking_uri: str | None = None) -> None:
         """Check that the installed package can use the tracking server.

@@ -22,7 +22,8 @@ class TensorBoardTracker(Tracker):
         self._writer: Any = None
 
     def start(self, run: TrackedRun) -> None:
-        """Open a new event file, which hides the repeated steps of earlier files in TensorBoard."""
+        """Open a new event file. After a resume, TensorBoard then hides the repeated steps in
+        earlier files."""
         from torch.utils.tensorboard import SummaryWriter
 
         directory = str(run.directory / self._folder / run.stage)

@@ -16,10 +16,10 @@ _STEP = "step"
 
 
 class WandbTracker(Tracker):
-    """Reports a run to W&B, where a run directory is one W&B run, also after a restore.
+    """Reports a run to W&B. A run directory is one W&B run, which a resumed run continues.
 
     Additional arguments are passed to `wandb.init`. Step numbers are reported as a separate metric,
-    since W&B refuses a step that a restored run repeats.
+    because W&B refuses steps that a resumed run repeats.
     """
 
     def __init__(self, project: str = "megatron_async", **arguments: Any) -> None:
@@ -57,8 +57,8 @@ class WandbTracker(Tracker):
         self._run.log({_STEP: step, f"samples/{name}": wandb.Table(columns=columns, data=data)})
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Store a text in the summary of the W&B run, where the newest text of each name
-        remains."""
+        """Store a text in the summary of the W&B run, which keeps only the newest text of each
+        name."""
         self._run.summary[name] = text
 
     def checkpoint(self, step: int, path: Path) -> None:
