@@ -1,5 +1,5 @@
-"""Lists everything that a simulation assumes as lines of text: public figures and assumed
-constants.
+"""Lists everything that a simulation assumes, public figures and assumed constants, as lines of
+text.
 
 Invariant: every number that `simulate` or `plan` computes with is a field of `SimulateConfig`, a
 figure of a data sheet, or in `CODE_CONSTANTS`. All of them are printed, and docs/simulator.md lists
@@ -78,12 +78,12 @@ CODE_CONSTANTS = tuple(
     for module, meanings in _MEANINGS.items()
     for name, meaning in meanings.items()
 )
-"""Assumed constants that are in the code and not in the settings: sizes of number formats, and
-rules."""
+"""Assumed constants that are in the code and not in the settings, such as the bytes of number
+formats and thresholds of the planner's rules."""
 
 _NOT_ASSUMED = {"gpu", "gpus", "steps", "warmup_steps"}
-"""Fields of `simulate` that the user chooses and that are not assumptions. The GPU's figures have a
-separate line."""
+"""Fields of `simulate` that are not listed as assumptions: the user chooses them. The figures of
+the GPU have a separate line."""
 
 
 def setting_constants(settings: SimulateConfig) -> list[Constant]:
@@ -100,7 +100,7 @@ def main_assumptions(config: SimulationConfig) -> list[str]:
     """Return lines about the three assumptions that change the results most, with the settings that
     control them.
 
-    For a sweep, the command prints those of the first configuration.
+    If several configurations are simulated, the command prints only the lines of the first one.
     """
     settings, longest = config.simulate, config.sampling.max_new_tokens
     of_responses, efficiency = settings.lengths, settings.efficiency

@@ -1,10 +1,11 @@
 """Builds a simulated world from a run's configuration, and runs it.
 
-The run's own settings apply wherever they exist: `schedule`, `parallel`, `engines.count`,
+The simulation uses these settings of the run: `schedule`, `parallel`, `engines.count`,
 `engines.tensor`, `engines.max_running_requests`, `sampling.max_new_tokens`, `seed`,
 `task.scorer_workers` and `trainer.microbatch_tokens`. All other inputs are in the section
-`simulate`. `engines.max_total_tokens` is not used: the KV capacity follows from the modeled GPU or
-the measured cost model, unless `simulate.kv_capacity_tokens` sets it.
+`simulate`. The run's `engines.max_total_tokens` is not used, because it may be chosen for another
+GPU: the KV capacity is `simulate.kv_capacity_tokens` or, if that is not set, computed for the
+simulated GPU or read from the measured cost model.
 """
 
 from dataclasses import replace
@@ -79,8 +80,8 @@ def check_placement(config: SimulationConfig) -> None:
     """Raise UserError if the schedule or the numbers of GPUs contradict `simulate.placement:
     colocated`.
 
-    Colocated engines and trainer ranks share all GPUs, so they need equally many GPUs and cannot
-    work at the same time.
+    With this placement, engines and trainer ranks share all GPUs. So both must use the same number
+    of GPUs, and the schedule must not let them work at the same time.
     """
     if config.simulate.placement == "disaggregated":
         return
@@ -129,8 +130,9 @@ def fitting_recompute(
     if no value fits.
 
     If the configuration sets `trainer.recompute`, only that value is tried. If trainer and engines
-    share GPUs in the simulation and the trainer's state stays there (no `simulate.offload`), only
-    `all` is tried. On shared GPUs, the memory of a paused engine is subtracted first.
+    share GPUs and the trainer's state stays on them while engines generate (`simulate.offload` is
+    false), only `all` is tried. On shared GPUs, the memory of a paused engine is not available to
+    the trainer.
     """
     limit = config.simulate.trainer_memory_share * memory_bytes
     layers, wanted = shape.layers // config.parallel.pipeline, config.trainer.recompute
@@ -182,7 +184,7 @@ def group_source(config: SimulationConfig) -> GroupSource:
 
 def episode_source(config: SimulationConfig) -> EpisodeSource | None:
     """Return the source that draws the turns of each group's episodes; None if
-    `simulate.episode.turns` is not set, so that responses have no environment.
+    `simulate.episode.turns` is not set, so that trajectories are single responses.
 
     Raises:
         UserError: The file `simulate.lengths.path` cannot be used.

@@ -1,23 +1,25 @@
 """Models an inference engine as a decode batch that advances from event to event.
 
-All running requests advance together. `steps` counts decode steps as a real number. A request that
-joined at step j has generated floor(steps - j) tokens in this stint, the time from its admission to
-its exit. Between two changes of the batch, the KV cache grows by one token per request and step, so
-n steps take
+All running requests advance together. `steps` counts decode steps as a real number. The time from a
+request's admission to the batch to its exit is called a stint. A request whose stint started at
+step j has generated floor(steps - j) tokens in it. One decode step takes fixed + per_kv * kv
+seconds, where kv is the number of tokens in the KV cache. Each step adds one token for each of the
+`batch` requests, so as long as the batch does not change, n steps take
 
-    n (fixed + per_kv kv) + per_kv batch n^2 / 2
+    n * (fixed + per_kv * kv) + per_kv * batch * n^2 / 2
 
-seconds (the continuous limit of the sum). The model solves this for n or for the time as needed.
+seconds (the sum over steps, as an integral). The model solves this equation for n or for the time.
 
 Invariants
 - Time only moves forward, and only through `advance`; everything else happens at the current time.
-- KV never exceeds the capacity. Before it would, the newest requests are preempted: they go to the
-  head of the queue and are prefilled again in full when there is space.
+- The KV cache never exceeds its capacity. When it is full, the newest requests are preempted: they
+  go to the head of the queue, lose their KV, and are prefilled again when there is space.
 - A request that is removed loses the fraction of a token that it was generating, but no whole
   token.
-- Prefill stops decoding for its duration. A prompt that a running request of the same group has in
-  the cache is neither prefilled nor counted twice, unless older weights computed it: after an
-  update that keeps the cache, only requests that were running use the old entries.
+- While the engine prefills, it does not decode. If a running request of the same group has the
+  prompt in the cache, the prompt is neither prefilled nor counted again. The exception is a prompt
+  that older weights have computed: after a weight update that keeps the cache, new requests do not
+  use what was computed before the update.
 - A token belongs to the version that the engine served when its decode step ended.
 - The context of an episode's turn stays in the cache until the weights change or running requests
   need the space; the least recently used context is evicted first. The next turn prefills only
@@ -35,7 +37,8 @@ from megatron_async.config.simulate import SimulateConfig
 from megatron_async.simulate.engine_costs import EngineCosts
 
 _TOLERANCE = 1e-6
-"""Tolerance in decode steps: far below one token, far above rounding errors."""
+"""Tolerance of comparisons of numbers of decode steps. It is far below one token and far above
+rounding errors."""
 
 Tokens = list[tuple[int, int]]
 """Pairs (policy number, number of tokens) of consecutive spans of tokens, the oldest first."""
@@ -43,23 +46,24 @@ Tokens = list[tuple[int, int]]
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """Trajectory as an engine sees it, while it is queued or running on an engine or waits for one.
+    """What an engine knows of a trajectory, which is running on an engine, queued there, or waits
+    to be submitted to one.
 
-    A stint is the time from its admission to a batch to its exit.
+    A stint is the time from its admission to an engine's batch to its exit from the batch.
 
     Attributes:
         trajectory_id: Id of the trajectory.
         group_id: Id of its group, whose members share a prompt.
         prompt: Number of prompt tokens.
-        before: Number of tokens behind the prompt from earlier stints; for an episode, with the
-            environment's tokens.
+        before: Number of tokens after the prompt that were generated in earlier stints; for an
+            episode, including the environment's tokens.
         remaining: Number of tokens that this stint has to generate.
         was_preempted: Whether the engine preempted the request since its submission.
-        joined: Engine's decode step at which the stint started.
-        finish_at: Engine's decode step at which the response, or the turn, is complete.
+        joined: Value of the engine's `steps` at which the stint started. finish_at: Value of the
+            engine's `steps` at which the response, or the turn, is complete.
         reported: Number of tokens of this stint that were taken with `Engine.take_tokens`.
-        prefixes: Value of `Engine.prefixes` at admission, which says with whom the prompt is
-            shared.
+        prefixes: Value of `Engine.prefixes` at admission. Only requests of the group with the same
+            value share the KV of the prompt.
         unseen: Number of the environment's tokens in `before` that no engine has prefilled yet.
         written: All taken tokens by policy version.
     """
@@ -79,13 +83,13 @@ class SimulatedRequest:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens behind the prompt that are known so far: tokens from earlier stints and
-        tokens taken in this stint."""
+        """Number of tokens after the prompt that were reported so far, in earlier stints and in
+        this one."""
         return self.before + self.reported
 
     def write(self, tokens: Tokens) -> None:
-        """Append newly taken tokens to `written`, merging them with the last span if the policy
-        version is equal."""
+        """Append newly taken tokens to `written`. If they continue the policy version of the last
+        span, extend the span."""
         written = self.written
         version, count = tokens[0]
         if written and written[-1][0] == version:
@@ -108,8 +112,8 @@ class EngineCounters:
 
     Attributes:
         busy_seconds: Seconds of decoding or prefilling.
-        full_seconds: Seconds in which a request waited for space in the KV cache.
-        slot_seconds: Sum over running requests of the seconds that they ran.
+        full_seconds: Seconds in which at least one request waited for space in the KV cache.
+        slot_seconds: Sum over all requests of the seconds for which they were in the batch.
         generated: Number of generated tokens, with fractions.
         prefilled: Number of prefilled tokens.
         resumed_prefill: Tokens that were prefilled again because a response was resumed.
@@ -144,9 +148,9 @@ class Engine:
         kv: Number of tokens of running requests in the KV cache.
         stall: Seconds of prefill that are still to be done before decoding continues.
         paused: Whether the engine is paused for a weight update.
-        stamp: Number of the newest forecast; events of earlier forecasts are void.
-        prefixes: Number of updates that kept the cache; requests share a prompt only with requests
-            admitted since the last such update.
+        stamp: Number of the newest forecast. Events of earlier forecasts must be ignored. prefixes:
+            Number of weight updates that kept the KV cache. Requests share the KV of a prompt only
+            with requests that were admitted after the same update.
         running: Running requests by trajectory id, the oldest first.
         counters: Totals for the statistics.
     """
@@ -207,7 +211,8 @@ class Engine:
     def _steps_in(self, seconds: float) -> float:
         """Return the number of decode steps that the current batch does in `seconds`.
 
-        This is the positive root of n (fixed + per_kv kv) + per_kv batch n^2 / 2 = seconds.
+        This is the positive root n of n * (fixed + per_kv * kv) + per_kv * batch * n^2 / 2 =
+        seconds (see the module's docstring).
         """
         batch = len(self.running)
         fixed, per_kv = self._decode(batch)
@@ -218,7 +223,8 @@ class Engine:
         """Return the virtual time of this engine's next event (a completed request, a full KV cache
         or a token report); None if the engine is paused or runs no request.
 
-        Earlier forecasts become void: `stamp` changes.
+        Each call changes `stamp`, by which the caller recognizes events of earlier forecasts and
+        ignores them.
         """
         self.stamp += 1
         self._target = (math.inf, 0.0)
@@ -242,7 +248,8 @@ class Engine:
         return them."""
         done = []
         if self._cached:
-            # Running requests use most KV right before completed requests free theirs.
+            # The KV of running requests is largest now, right before completed requests free
+            # theirs. So kept contexts of episodes have to be evicted now if the space is needed.
             self._evict()
         while self._finishing and self._finishing[0][0] <= self.steps + _TOLERANCE:
             _, trajectory_id = heapq.heappop(self._finishing)
@@ -253,8 +260,8 @@ class Engine:
         return done
 
     def cache_turn(self, request: SimulatedRequest) -> None:
-        """Record that a turn of an episode is complete: end the request's stay in the batch, and
-        keep its context in the KV cache as far as running requests leave space."""
+        """Record that a turn of an episode is complete: end the request's stint, and keep its
+        context in the KV cache as long as running requests do not need the space."""
         request.end_stint()
         self._cached[request.trajectory_id] = request.before
         self._evict()
@@ -312,7 +319,8 @@ class Engine:
         request.reported = generated
         switched_at, version = self._switches[-1]
         if switched_at - joined + _TOLERANCE < first + 1:
-            tokens = [(version, generated - first)]  # the usual case: no update since then
+            # The usual case: all new tokens are of one version.
+            tokens = [(version, generated - first)]
         else:
             tokens = self._by_version(request, first, generated)
         request.write(tokens)
@@ -368,8 +376,8 @@ class Engine:
         return out
 
     def admit(self) -> None:
-        """Start queued requests in order until the KV cache or the maximum number of running
-        requests stops the next one.
+        """Start queued requests in order, until the KV cache has no space for the next one or the
+        maximum number of running requests is reached.
 
         An engine without running requests always starts its first queued request.
         """
@@ -377,7 +385,8 @@ class Engine:
             return
         settings, capacity = self.settings, self.costs.kv_capacity_tokens
         waiting, running, groups = self._waiting, self.running, self._groups
-        # At least what a preemption frees, or preempted requests would be admitted again at once.
+        # The reserve is at least what a preemption frees. Otherwise preempted requests would be
+        # admitted again at once.
         reserve = max(settings.admission_reserve_tokens, settings.retract_steps)
         limit = self.max_running or math.inf
         if not running:
@@ -414,7 +423,7 @@ class Engine:
         request.prefixes = self.prefixes
         self.kv += needed
         if self._cached and (cached := self._cached.pop(request.trajectory_id, 0)):
-            needed = before - cached  # the cached context includes the prompt
+            needed = before - cached  # The cached context of an earlier turn includes the prompt.
         pairs = needed * (before + request.prompt - needed / 2)
         self.stall += self.costs.prefill(needed, pairs)
         counters.prefilled += needed
@@ -437,7 +446,8 @@ class Engine:
         other running request shares."""
         groups = self._groups
         if not self.running:
-            self.kv = 0.0  # discards rounding errors whenever the engine is idle
+            # An idle engine has no KV. Setting 0 discards the sum of rounding errors.
+            self.kv = 0.0
             groups.clear()
             self._finishing.clear()
             return
@@ -486,7 +496,8 @@ class Engine:
         self.paused = False
 
     def load(self, version: int) -> None:
-        """Serve policy version `version` from now on, and evict the kept contexts of episodes."""
+        """Serve policy version `version` from now on, and remove the contexts of episodes from the
+        KV cache, which older weights have computed."""
         if self._cache_kept:
             self.prefixes += 1
         self._cached.clear()

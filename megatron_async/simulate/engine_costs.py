@@ -1,5 +1,5 @@
-"""Cost models of an engine: seconds of decode steps and prefill, from a roofline or from a measured
-table.
+"""Cost models of an engine, which compute the seconds of decode steps and prefill from a roofline
+or from a measured table.
 
 Invariants
 - For a fixed batch, the time of a decode step is linear in the KV tokens that are read: `seconds =
@@ -7,18 +7,18 @@ Invariants
   gives the time of n steps of the same batch. The simulator relies on this.
 - Costs are pure functions.
 
-The roofline of one decode step of `batch` requests on an engine of TP size P:
+By the roofline, one decode step of `batch` requests on an engine of tensor-parallel size P takes
+the sum of these times:
 
-    GEMMs      max(weight_bytes / (P * BW * e_m), 2 * active_parameters * batch / (P * F * e_d))
-    attention  + kv_bytes / (P * BW * e_m)
-    TP         + 2 * layers * all_reduce_seconds
-    overhead   + decode_overhead_seconds
+    products with weights max(weight_bytes / (P * BW * e_m), 2 * active_parameters * batch / (P * F
+    * e_d)) attention kv_bytes / (P * BW * e_m) tensor parallelism 2 * layers * all_reduce_seconds
+    overhead decode_overhead_seconds
 
-BW is the memory bandwidth and F the peak FLOP/s of one GPU; e_m, e_d and e_p are the shares of them
-that are reached (`simulate.efficiency`: `memory_bandwidth`, `decode_flops`, `prefill_flops`). Each
-all-reduce moves batch * hidden values in bf16; with P = 1 there is none. GEMMs share one pass over
-the weights; attention is bound by memory (Williams et al. 2009 for the model; Pope et al., arXiv
-2211.05102, for the terms).
+BW is the memory bandwidth and F the peak FLOP/s of one GPU. e_m, e_d and e_p are the shares of them
+that are reached (`simulate.efficiency`: `memory_bandwidth`, `decode_flops`, `prefill_flops`). All
+requests share one pass over the weights, and attention is bound by memory (Williams et al. 2009 for
+the roofline; Pope et al., arXiv 2211.05102, for the terms). Each all-reduce moves batch * hidden
+values in bf16; with P = 1 there is none.
 
 Prefill takes
 
@@ -46,8 +46,11 @@ FORMAT_VERSION = 1
 def all_reduce_seconds(
     size: float, ranks: int, bandwidth: float, efficiency: EfficiencyConfig
 ) -> float:
-    """Return the seconds of a ring all-reduce of `size` bytes over `ranks` GPUs: the fixed latency,
-    and 2 (P - 1) / P of the bytes over the link; 0 for one GPU."""
+    """Return the seconds of a ring all-reduce of `size` bytes over `ranks` GPUs; 0 for one GPU.
+
+    It is a fixed latency, plus the time in which 2 * (ranks - 1) / ranks * size bytes pass the link
+    of each GPU.
+    """
     if ranks == 1:
         return 0.0
     moved = 2 * (ranks - 1) / ranks * size
@@ -105,14 +108,15 @@ class MeasuredEngine:
     """Cost model of an engine from measurements: for each measured batch size, the time of a decode
     step as a linear function of its KV tokens.
 
-    Between two measured batch sizes the values are interpolated. Beyond the largest size they are
-    extrapolated from the last two, and below the smallest size the first is used.
+    Between two measured batch sizes, the values are interpolated linearly. Above the largest size
+    they are extrapolated from the two largest sizes. Below the smallest size, its values are used.
 
     Attributes:
         batches: Measured batch sizes, ascending.
         fixed: Fixed seconds of a decode step at each batch size.
         per_kv_token: Seconds per KV token that is read, at each batch size.
-        prefill_fixed: Seconds that a request costs besides its decode steps, for an empty prefill.
+        prefill_fixed: Seconds that a request costs in addition to its decode steps if no token has
+            to be prefilled.
         prefill_per_token: Seconds per prefilled token.
         kv_capacity_tokens: Number of tokens that fit into the KV cache.
     """
@@ -141,10 +145,10 @@ class MeasuredEngine:
         """Return the measured seconds to prefill `tokens` tokens: the fixed cost of a request, and
         a cost per token.
 
-        For 0 tokens, when the whole prompt is in the cache, only the fixed cost remains.
-        `token_pairs` is ignored.
+        If `tokens` is 0, because the whole prompt is in the cache, this is the fixed cost.
+        `token_pairs` is not used.
         """
-        del token_pairs  # the measured cost per token includes attention
+        del token_pairs  # The measured cost per token includes the cost of attention.
         return self.prefill_fixed + self.prefill_per_token * tokens
 
 
@@ -180,8 +184,8 @@ def fit_engine_costs(data: dict[str, Any]) -> MeasuredEngine:
     """Fit least-squares lines through the measurements of a cost-model file; return the resulting
     cost model.
 
-    A batch size that was measured with only one number of KV tokens gets the slope of the largest
-    batch size that has a slope.
+    The slope is the time per KV token. A batch size that was measured with only one number of KV
+    tokens has no slope; it gets the slope of the largest batch size that has one.
 
     Raises:
         KeyError: A field is missing.
@@ -221,8 +225,11 @@ def fit_engine_costs(data: dict[str, Any]) -> MeasuredEngine:
 
 
 def _line(points: list[tuple[float, float]]) -> tuple[float, float | None]:
-    """Return intercept and slope of the least-squares line through `points`; a negative slope is
-    replaced by 0, and the slope is None if all points have the same x."""
+    """Return intercept and slope of the least-squares line through `points` (pairs x, y).
+
+    A negative slope, which only measurement errors can cause, is replaced by 0. The slope is None
+    if all points have the same x.
+    """
     x, y = np.array(points, dtype=np.float64).T
     spread = x - x.mean()
     if not np.any(spread):

@@ -1,4 +1,5 @@
-"""Draws simulated episodes: the number of turns, their observations, responses and tool times.
+"""Draws simulated episodes: the number of turns and, for each turn, the length of the observation,
+the length of the response, and the time of the environment's reply.
 
 Invariants
 - Group g of a seed always has the same episodes, whatever other groups were drawn before.
@@ -18,7 +19,8 @@ from megatron_async.simulate.engine import SimulatedRequest
 from megatron_async.simulate.lengths import length_at_score
 
 _STREAM = 1
-"""Part of the random seed that separates episodes from the responses of `GroupSource`."""
+"""Part of the random seed of episodes, which makes their random numbers independent of those of
+`GroupSource`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class SimulatedTurn:
     """One turn of a simulated episode.
 
     Attributes:
-        observation: Number of tokens that the environment sends.
+        observation: Number of tokens that the environment sends before the response.
         tokens: Number of tokens of the policy's response.
         seconds: Time that the environment takes to reply to the response.
     """
@@ -44,8 +46,9 @@ class Response(SimulatedRequest):
         reward: Reward of the trajectory.
         plan: Turns of the episode; empty for a response without an environment.
         turn: Index of the current turn; -1 before the first turn.
-        call: Number of calls to the environment and of restarts, by which a reply from before a
-            restart is recognized and ignored.
+        call: Number of calls to the environment and of restarts so far. If it has changed since a
+            call was made, the reply to the call belongs to the time before a restart and is
+            ignored.
     """
 
     reward: float = 0.0

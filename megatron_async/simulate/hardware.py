@@ -1,9 +1,10 @@
-"""Provides public data-sheet figures of accelerators, and the figures that a configuration selects.
+"""Provides figures of GPUs from public data sheets.
 
-Sources: NVIDIA's data sheets of A100 80GB SXM, H100 SXM5, H800 SXM5, H200 SXM, B200 (HGX), L40S and
-RTX A6000; dense (not sparse) bfloat16 rates; NVLink is half of the quoted bidirectional figure. The
-network is what DGX systems of that generation have per GPU (A100: 200 Gb/s, H100 and later: 400
-Gb/s; PCIe cards: 100 Gb/s, assumed). For GPUs without NVLink, the figure of PCIe is used.
+The sources are NVIDIA's data sheets of A100 80GB SXM, H100 SXM5, H800 SXM5, H200 SXM, B200 (HGX),
+L40S and RTX A6000. Rates are those of dense (not sparse) bfloat16. NVLink is half of the quoted
+bidirectional bandwidth; for GPUs without NVLink, it is the bandwidth of PCIe. The network bandwidth
+is that of one GPU in a DGX system of the same generation: 200 Gb/s for A100, 400 Gb/s for H100 and
+later. For PCIe cards it is assumed to be 100 Gb/s.
 """
 
 from dataclasses import dataclass
@@ -49,8 +50,8 @@ DATA_SHEETS: Final = MappingProxyType[GpuName, Gpu](
 
 
 def gpu_of(config: GpuConfig) -> Gpu:
-    """Return the figures of the configured GPU: those of its data sheet, replaced by figures that
-    the configuration sets."""
+    """Return the figures of the GPU that `config` names. Figures that `config` sets replace those
+    of the data sheet."""
     sheet = DATA_SHEETS[config.name]
 
     def figure(own: float | None, unit: float, default: float) -> float:

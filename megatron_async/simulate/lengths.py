@@ -1,32 +1,35 @@
-"""Reads, draws and fits response lengths, and draws rewards, of simulated groups; they are the same
-for every schedule.
+"""Reads, draws and fits the response lengths of simulated groups, and draws their rewards.
 
-Lengths are drawn from a distribution, or from recorded lengths: in a run directory, or in a file of
-an export or another program. Such a file is a JSON list, or has one number per line, or is JSONL
-whose objects have `response_length`, `response_ids` or `segments` (the lines of
+Lengths and rewards do not depend on the schedule, so that schedules can be compared. Lengths are
+drawn from a distribution or from recorded lengths. Those are in a run directory, in a file that a
+run has exported, or in a file of another program. Such a file is a JSON list, or has one number per
+line, or is JSONL whose objects have `response_length`, `response_ids` or `segments` (the lines of
 `export/trajectories.jsonl`; tokens that the environment wrote are not counted). If an object has
-`finish_reason`, the value `length` marks a response that was cut, and null marks a response that
-never ended (its trajectory was dropped before).
+`finish_reason`, the value `length` marks a response that was cut at the length limit, and null
+marks a response that never ended, because its trajectory was dropped before.
 
-`fit_lengths` fits long-tailed distributions to recorded lengths by maximum likelihood. A response
-that was cut (or dropped before its end) shows only that it would have been longer: it is censored,
-and enters the likelihood by its survival function. Taken at face value, cut responses would make
-the tail look short, and the tail is what asynchrony is about.
+`fit_lengths` fits long-tailed distributions to recorded lengths by maximum likelihood. Of a
+response that was cut or dropped before its end, only a lower bound of the length is known. Such a
+length is censored: it enters the likelihood by the survival function (the probability of a greater
+length). If censored lengths were treated as complete, the fitted tail would be too short, and the
+tail determines how much asynchronous schedules gain.
 
 Invariants
 - Group g of a seed always has the same lengths and rewards, whatever other groups were drawn
   before.
 - Lengths are integers in 1..`longest`.
-- Correlation within a prompt comes from a Gaussian copula: z_i = sqrt(rho) z_prompt + sqrt(1 - rho)
-  z_i', and a length is the distribution's quantile at Phi(z_i), so that every distribution keeps
-  its marginal.
+- The lengths of responses to the same prompt are correlated by a Gaussian copula. For response i,
+  z_i = sqrt(rho) * z_prompt + sqrt(1 - rho) * e_i, where z_prompt and e_i are standard normal
+  values and rho is `simulate.lengths.prompt_correlation`. The length is the quantile of the length
+  distribution at Phi(z_i), where Phi is the standard normal distribution function. So each length
+  by itself has the chosen distribution.
 - Lines are read one by one and only their lengths are kept, because an export may be larger than
-  the memory. (A JSON list is read as a whole.)
-- In a run's own export, lines after the last committed removal are ignored, because a running or
-  killed run may have left an incomplete line there.
-- A fit is pure: lengths and flags in, parameters out; the same data give the same fits.
-- Both families are fitted with the parameters with which lengths are drawn: log-normal by median
-  and sigma, Weibull by scale and shape.
+  the memory. Only a JSON list is read as a whole.
+- In the export of a run, the lines that were written after the last committed removal from the
+  database are ignored, because a running or killed run may have left an incomplete line there.
+- A fit is a pure function of lengths and flags.
+- Fits have the parameters of `simulate.lengths`: median and sigma of a log-normal distribution,
+  scale and shape of a Weibull distribution.
 """
 
 import math
@@ -54,7 +57,8 @@ MEDIAN_SHARE = 0.25
 WEIBULL_SHARE = 1 / 3
 """Default scale of the Weibull distribution, as a share of the longest possible response."""
 _LONGEST = 1e15
-"""Upper limit of a length in tokens; much larger floats cannot represent every integer."""
+"""Largest accepted length in tokens. Floats above 2**53 (about 9e15) cannot represent every
+integer."""
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
@@ -64,12 +68,12 @@ class Recorded:
     """Recorded response lengths, with two flags for each response; all arrays have the shape [n].
 
     A response that was cut at the length limit has ended. A response that was dropped before its
-    end has not. Both are censored.
+    end has not. Both are censored: without the cut or drop, they would have been longer.
 
     Attributes:
         lengths: Lengths in tokens.
-        censored: Whether the response would have been longer.
-        ended: Whether the response ended.
+        censored: Whether the response was cut or dropped.
+        ended: Whether the response ended, complete or cut.
     """
 
     lengths: Array
@@ -187,9 +191,11 @@ def _committed_bytes(path: Path) -> float:
 
 
 def _length(entry: Any) -> tuple[float | None, object]:
-    """Return the number of tokens that the policy generated in an entry of a length file, and the
-    text that an error message shows for the entry; the number is None if the entry has no valid
-    length."""
+    """Return the number of tokens that the policy generated in an entry (a line or list element) of
+    a file with lengths, and the value that an error message shows for the entry.
+
+    The number is None if the entry has no valid length.
+    """
     found = entry
     if isinstance(entry, dict):
         known = [(name, count) for name, count in _FORMS.items() if name in entry]
@@ -261,7 +267,8 @@ class GroupSource:
         `number`."""
         block, index = divmod(number, _BLOCK)
         if block not in self._blocks:
-            # Groups are requested in order, so earlier blocks are not needed again.
+            # Groups are requested in order, so blocks of groups before this one are not needed
+            # again.
             self._blocks = {block: self._draw(block)}
         lengths, rewards = self._blocks[block]
         return lengths[index], rewards[index]
@@ -279,12 +286,15 @@ class GroupSource:
 
 
 def length_at_score(config: LengthConfig, longest: int) -> Callable[[Array], Array]:
-    """Return the function that maps standard normal values z to response lengths in tokens: to the
-    quantile of the length distribution at Phi(z), before any cut.
+    """Return the function from standard normal values z to response lengths in tokens, before they
+    are cut at `longest`.
+
+    The length is the quantile of the length distribution at Phi(z), where Phi is the standard
+    normal distribution function.
 
     Args:
         config: The length distribution.
-        longest: `sampling.max_new_tokens`, from which a median or scale that is not set follows.
+        longest: `sampling.max_new_tokens`, from which a median or scale that is not set is derived.
     """
     median = config.median or MEDIAN_SHARE * longest
     if config.distribution == "constant":
@@ -306,9 +316,10 @@ def _normal_cdf(z: Array) -> Array:
 
 
 _SMALLEST_SAMPLE = 10
-"""Minimum number of responses that ended without being cut."""
+"""Smallest number of responses that ended without being cut with which a fit is made."""
 _MAX_EXTRAPOLATED = 10.0
-"""Largest accepted ratio of the fitted median to the longest recorded response."""
+"""Largest accepted ratio of the fitted median to the longest recorded response. A larger one means
+that nearly all responses were cut, so that the data do not determine the distribution."""
 
 
 @dataclass(frozen=True)
@@ -348,7 +359,7 @@ def fit_lengths(sample: Recorded) -> list[Fit]:
             f"cannot fit lengths: all {len(whole)} responses that ended without being cut have "
             f"{whole[0]:g} tokens. Use simulate.lengths.distribution: constant"
         )
-    from scipy import stats  # imported here because its import takes most of a second
+    from scipy import stats  # Imported here, because the import takes most of a second.
 
     logs, largest = np.log(whole), float(sample.lengths.max())
     data = stats.CensoredData.right_censored(sample.lengths / largest, sample.censored)

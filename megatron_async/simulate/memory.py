@@ -1,14 +1,15 @@
-"""Estimates GPU memory: KV cache of an engine; state, activations and optimizer step of a trainer
-rank.
+"""Estimates GPU memory: the KV cache of an engine, and the state, the activations and the optimizer
+step of a trainer rank.
 
-Sources: mixed precision with fp32 main gradients and a distributed optimizer takes 2 + 4 + 12 / DP
-bytes a parameter (Megatron-core; Rajbhandari et al., arXiv 1910.02054); activations are counted in
-`recomputation`. On a GPU, torch's Adam computes the square roots of all second moments of a group
-at once (`torch.optim.adam`, `_multi_tensor_adam`), which takes memory; the Adam of Apex and of
-Transformer Engine, each a single kernel, do not.
+With mixed precision, fp32 main gradients and an optimizer that is distributed over DP data-parallel
+ranks, the state takes 2 + 4 + 12 / DP bytes per parameter (Megatron-core; Rajbhandari et al., arXiv
+1910.02054). Activations are counted in the module `recomputation`. The optimizer step takes memory
+too, because on a GPU torch's Adam computes the square roots of all second moments of a parameter
+group at once (`torch.optim.adam`, `_multi_tensor_adam`). The Adam of Apex and that of Transformer
+Engine would not need it, because each is a single kernel.
 
-tests/config/test_stage_memory.py compares the sum with the storages that the trainer's code
-creates.
+tests/config/test_stage_memory.py compares the estimated state with the memory that the trainer's
+code allocates.
 """
 
 from dataclasses import dataclass
@@ -18,16 +19,19 @@ from megatron_async.models.shape import BF16, ModelShape
 from megatron_async.simulate.recomputation import kept_bytes
 
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
-"""Bytes per parameter: bf16 weight; fp32 gradient; fp32 master weight and Adam's two moments."""
+"""Bytes per parameter of the weight (bf16), the gradient (fp32), and the optimizer state (fp32
+master weight and Adam's two moments)."""
 STEP_BYTES = 4
-"""Bytes of each parameter of a rank's share of the optimizer during its step: the square root of
-the second moment."""
+"""Additional bytes during the optimizer step, for each parameter that the rank's optimizer updates:
+the square root of the second moment."""
 LOGIT_BYTES = 8
-"""Bytes of a float32 logit and its gradient, for the chunk of tokens whose logits exist at once."""
+"""Bytes of one logit and its gradient in float32. They exist only for one chunk of tokens at a
+time."""
 PAUSED_ENGINE_BYTES = 5e9
 """Bytes of a paused engine on a shared GPU: CUDA context, graphs, workspaces (assumed)."""
 COMMUNICATOR_BYTES = 1 << 30
-"""NCCL's buffers of the process group over which an engine receives weights, with NVLS."""
+"""Bytes of NCCL's buffers for the process group over which an engine receives weights, if NVLink
+SHARP (NVLS) is used."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,8 @@ def trainer_memory(
     recompute: Recompute,
     expert: int = 1,
 ) -> TrainerMemory:
-    """Estimate the memory of a trainer GPU: the state of a mean pipeline stage, with the
-    activations of the first stage.
+    """Estimate the memory of a trainer GPU: the state of a pipeline stage with the mean number of
+    parameters, and the activations of the first stage, which has the most.
 
     Args:
         shape: Shape of the model.
@@ -71,7 +75,8 @@ def trainer_memory(
         microbatch_tokens: Number of tokens of a microbatch.
         logit_tokens: Number of tokens whose logits exist at once.
         recompute: Value of `trainer.recompute`.
-        expert: See `trainer_state_bytes`.
+        expert: Number of ranks over which the experts of a layer are spread; see
+            `trainer_state_bytes`.
     """
     _, stepped = _parameters(shape, layout, sharded, expert)
     activations = activation_bytes(
@@ -90,15 +95,15 @@ def trainer_state_bytes(
 ) -> float:
     """Return the bytes of the weights, main gradients and optimizer state on one trainer GPU.
 
-    Muon's state is counted like Adam's, which has one moment more.
+    Muon's state is counted like Adam's, although Adam's has one moment more.
 
     Args:
         shape: Shape of the model.
         layout: Numbers of ranks and of parallel shards.
         sharded: Whether data-parallel ranks split the optimizer state.
-        expert: Number of ranks, over tensor and data ranks, that share a layer's experts, each with
-            whole experts. With 1, every rank has its tensor-parallel share of all experts, which
-            the planner assumes.
+        expert: Number of tensor and data-parallel ranks over which whole experts of a layer are
+            spread. With 1, as the planner assumes, the experts are counted like other weights: each
+            rank has its tensor-parallel share of all experts.
     """
     held, stepped = _parameters(shape, layout, sharded, expert)
     return held * (WEIGHT_BYTES + GRADIENT_BYTES) + stepped * OPTIMIZER_BYTES
@@ -114,7 +119,7 @@ def offloaded_bytes(shape: ModelShape, layout: ParallelConfig, *, sharded: bool)
 def _parameters(
     shape: ModelShape, layout: ParallelConfig, sharded: bool, expert: int
 ) -> tuple[float, float]:
-    """Return the number of parameters on a rank of a mean pipeline stage, and the number of
+    """Return the mean number of parameters on a rank over all pipeline stages, and the number of
     parameters that the rank's optimizer updates."""
     experts: float = shape.mlp_parameters * shape.experts if expert > 1 else 0
     dense = (shape.parameters - experts) / (layout.tensor * layout.pipeline)
@@ -139,8 +144,8 @@ def activation_bytes(
     logit_tokens: int,
     recompute: Recompute,
 ) -> float:
-    """Return the bytes of activations and logits on a GPU of the first pipeline stage, which stores
-    the most microbatches in the 1F1B schedule."""
+    """Return the bytes of activations and logits on a GPU of the first pipeline stage. In the 1F1B
+    schedule, this stage keeps the activations of the most microbatches."""
     tokens = microbatch_tokens / layout.context
     per_unit = tokens * shape.hidden / layout.tensor
     in_flight = layout.pipeline
@@ -153,10 +158,11 @@ def update_bytes(shape: ModelShape, bucket_bytes: int, stages: int) -> float:
     """Return the bytes that a weight update needs on an engine's GPU in addition to weights and KV
     cache, if `stages` pipeline stages send the weights.
 
-    The engine stores two buckets at a time (`weight_sync/prefetch.py`). One of them is the output
-    head if that is larger than a bucket. A single sender sends the embedding first and the head
-    last, and both have the head's size. Each sender has a separate process group with its own
-    buffers.
+    The engine has up to two buckets of weights in memory at a time (`weight_sync/prefetch.py`). A
+    tensor larger than a bucket is a bucket by itself, and the largest tensors are the embedding and
+    the output head, which have the same size. If a single stage sends all weights and these two are
+    not tied, both may be in memory at once, otherwise only one of them. Each stage sends over a
+    process group of its own, with its own NCCL buffers.
     """
     largest = max(bucket_bytes, BF16 * shape.head_parameters)
     other = largest if stages == 1 and not shape.tied else bucket_bytes
@@ -172,12 +178,13 @@ def kv_capacity_tokens(
     Args:
         shape: Shape of the model.
         memory: Memory of a GPU in bytes.
-        share: Share of that memory that weights and KV cache may take.
+        share: Share of the memory that weights and KV cache may use.
         tensor: Tensor-parallel size of the engine.
         trainer_bytes: Bytes of each GPU that a trainer on the same GPUs occupies; 0 if there is
             none.
     """
-    # If there are fewer KV heads than TP ranks, each KV head is replicated.
+    # If there are fewer KV heads than tensor-parallel ranks, several ranks have a copy of the same
+    # KV head.
     copies = max(1, tensor // shape.kv_heads)
     free = tensor * (memory * share - trainer_bytes) - BF16 * shape.parameters
     return int(free // (shape.kv_bytes_per_token * copies))

@@ -2,12 +2,14 @@
 and response lengths.
 
 1. Each requested schedule is tried with engines on separate GPUs. A schedule that does not overlap
-   generation with training is also tried with engines that share all GPUs with an offloaded
-   trainer. If `simulate.placement` is set, only that placement is tried.
-2. A closed formula estimates every split of the GPUs, every TP of the engines and every TP x PP of
+   generation with training is also tried with engines that share all GPUs with the trainer, whose
+   state is offloaded to host memory while they generate. If `simulate.placement` is set, only that
+   placement is tried.
+2. A closed formula (below) estimates every split of the GPUs between trainer and engines, with
+   every tensor-parallel size (TP) of the engines and every TP and pipeline-parallel size (PP) of
    the trainer that fits into memory. Unless `trainer.recompute` is set, each trainer layout
-   recomputes as little as fits; where trainer and engines share GPUs without offloading, it
-   recomputes all layers.
+   recomputes as little as its memory allows. If trainer and engines share GPUs without offloading,
+   it recomputes all layers.
 3. The best trainer layout of each trainer size is combined with the best TP of each engine size.
    The best combinations are simulated, which gives the order of the plans, the step time and the
    lag.
@@ -58,18 +60,19 @@ from megatron_async.simulate.statistics import Summary
 
 _SIZES = (1, 2, 4, 8, 16)
 ENOUGH_THROUGHPUT = 0.95
-"""Share of the largest throughput at which N', the number of requests in flight, is not raised
-further."""
+"""Share of the largest throughput that suffices: the number of requests in flight (N') is the
+smallest one that reaches it."""
 _KEPT = 3
-"""Number of the best trainer layouts, and of the best engine TP sizes, that are combined if there
-is only one split of the GPUs."""
+"""If there is only one split of the GPUs, this number of best trainer layouts is combined with the
+same number of best tensor-parallel sizes of the engines."""
 _TIE = 0.02
 """Plans whose speed is within this share of the best speed count as equally fast, because the
 simulated step time varies by about as much."""
 _MAX_LARGER = 16
-"""Largest multiple of the requested number of GPUs that is tried if no plan fits."""
+"""If no plan fits, larger numbers of GPUs are tried, up to this multiple of the requested
+number."""
 _MAX_REMEDIES = 3
-"""Maximum number of remedies that the error message names."""
+"""Maximum number of remedies that the error message names if no plan fits."""
 KV_FILL = 0.92
 """Share of the KV cache that N' requests in flight may fill on average."""
 
@@ -83,8 +86,8 @@ class TrainerPlan:
         recompute: Value of `trainer.recompute`.
         seconds: Estimated time of training on one batch.
         memory: Estimated peak memory of one GPU in bytes.
-        fixed_memory: Bytes that stay on a GPU while engines generate; 0 if the trainer is
-            offloaded.
+        fixed_memory: Bytes of the trainer that stay on a GPU while engines on the same GPU
+            generate; 0 if the trainer is offloaded or has its own GPUs.
     """
 
     layout: ParallelConfig
@@ -102,7 +105,7 @@ class TrainerPlan:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """Engines whose memory suffices for the model and the longest response.
+    """Number and size of engines, whose memory suffices for the model and the longest response.
 
     Attributes:
         count: Number of engines.
@@ -163,8 +166,9 @@ class RankedPlans:
         candidates: The plans.
         considered: Number of plans that were estimated.
         unusable: Messages about schedules that contradict other settings or need more GPUs.
-        accepted: If a run refuses the best plan, the nearest number of GPUs with a plan that a run
-            accepts, as a setting; empty otherwise, or if no number is found.
+        accepted: If a run would refuse the best plan, a setting with the nearest number of GPUs for
+            which there is a plan that a run accepts; empty otherwise, or if no such number is
+            found.
     """
 
     candidates: list[Candidate]
@@ -219,9 +223,11 @@ def make_plan(settings: Mapping[str, Any], top: int, presets: Sequence[str] = ()
 
 
 def _larger(settings: dict[str, Any], variants: Sequence[Sequence[str]], gpus: int) -> str:
-    """Return the smallest larger number of GPUs with a plan that fits and that a run accepts, as
-    text: a setting and the estimated step time; empty if up to `_MAX_LARGER` times as many GPUs do
-    not suffice."""
+    """Return a text with the smallest number of GPUs, larger than `gpus`, for which there is a plan
+    that fits and that a run accepts: the setting and the estimated step time.
+
+    Return an empty text if `_MAX_LARGER` times as many GPUs do not suffice.
+    """
     step = min(gpus, _unplaced(settings).simulate.gpus_per_node)
     for count in range(gpus + step, _MAX_LARGER * gpus + 1, step):
         found = [c for variant in variants for c in _candidates(_with(settings, variant), count)]
@@ -287,7 +293,8 @@ def _to_simulate(by_variant: Sequence[Sequence[Candidate]], top: int) -> list[Ca
 
 
 def _simplest_first(plans: Sequence[P], seconds: Callable[[P], float]) -> list[P]:
-    """Sort plans by speed, but plans within `_TIE` of the best speed by their complexity."""
+    """Sort plans by speed. Plans within `_TIE` of the best speed come first, sorted by
+    complexity."""
     limit = min(map(seconds, plans), default=0.0) / (1 - _TIE)
 
     def order(plan: P) -> tuple[Any, ...]:
@@ -357,8 +364,8 @@ def ranked(tried: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _gpus(settings: Mapping[str, Any], config: SimulationConfig) -> int:
-    """Return the number of GPUs to plan for: `simulate.gpus`, or as many as the file's own layout
-    uses, or one node if the file has no layout."""
+    """Return the number of GPUs to plan for: `simulate.gpus` if set, otherwise the number that the
+    layout in the file uses, or those of one node if the file sets no layout."""
     if config.simulate.gpus is not None:
         return config.simulate.gpus
     layout = {**settings.get("parallel", {}), **settings.get("engines", {})}
@@ -399,8 +406,11 @@ def _candidate(
 
 
 def _splits(config: SimulationConfig, gpus: int) -> list[tuple[int, int]]:
-    """Return the numbers of trainer and engine GPUs to try: whole nodes if there are more than two
-    nodes, otherwise any numbers. Shared GPUs count for both."""
+    """Return the pairs to try of a number of trainer GPUs and a number of engine GPUs.
+
+    With more than two nodes, both are whole nodes. If trainer and engines share GPUs, both numbers
+    are `gpus`.
+    """
     settings = config.simulate
     if settings.placement == "colocated":
         return [(gpus, gpus)]
@@ -528,8 +538,8 @@ def training_seconds(config: SimulationConfig) -> float:
 
 
 def _requests_allowed(config: SimulationConfig) -> int | None:
-    """Return the largest number of requests that the schedule can have in flight, whatever
-    `schedule.concurrency` is; None if there is no such limit."""
+    """Return the largest number of requests that the schedule can have in flight even if
+    `schedule.concurrency` is larger; None if the schedule does not limit the number."""
     schedule = config.schedule
     batch = schedule.groups_per_batch * schedule.group_size
     limits = []
@@ -561,7 +571,7 @@ def _smallest_sufficient(
     """Return the smallest number of running requests per engine that gives `ENOUGH_THROUGHPUT` of
     the largest throughput, and the seconds to generate a batch with it.
 
-    Numbers are tried in steps of 5 % up to `limit`.
+    The numbers that are tried grow by 5 % each, up to `limit`.
     """
     grid = sorted({*(min(limit, math.ceil(1.05**i)) for i in range(400)), limit})
     seconds = [_generation_seconds(config, costs, workload, count, batch) for batch in grid]

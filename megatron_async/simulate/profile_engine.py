@@ -9,15 +9,15 @@ The file (read by `simulate.cost_model`):
     kv_capacity_tokens: 65536
     decode:                       # one decode step of `batch` requests that read `kv_tokens` of KV
       - {batch: 16, kv_tokens: 2560, seconds: 0.0123}
-    prefill:                      # what a request costs besides its decode steps
+    prefill: # seconds of a request in addition to its decode steps
       - {tokens: 128, seconds: 0.004}
 
-Everything is measured twice. Measurements at rest (requests of equal length that start together; a
-single prefill) give the slopes over KV tokens and over prompt tokens. Measurements under load,
-where requests of different lengths start and end all the time, give the levels. A level includes
-all costs of a real run: batches of unequal lengths, prefills between decode steps, HTTP, and slots
-that are empty for a round trip. `seconds` in the file is the value at rest, shifted to the level
-under load.
+Everything is measured at rest and under load. At rest, requests of equal length start together, or
+there is a single prefill. This shows how the times grow with the number of KV tokens and of prompt
+tokens. Under load, requests of different lengths start and end all the time. This shows the mean
+times with all costs of a real run: batches of unequal lengths, prefills between decode steps, HTTP,
+and the time between the end of a request and the arrival of the next one. `seconds` in the file is
+the value at rest plus a constant, with which the mean is the one measured under load.
 
 Invariants
 - A decode measurement at rest uses only the time in which all its requests run. A measurement under
@@ -52,7 +52,8 @@ _PREFILL_REPEATS = 3
 _LOAD_TOKENS = (16, 48)
 """Mean response lengths in tokens of the two measurements under load."""
 _LOAD_STEPS = 192
-"""Approximate number of decode steps of a measurement under load; small batches take more."""
+"""Approximate number of decode steps of a measurement under load. Small batches need more, to reach
+`_LOAD_REQUESTS`."""
 _LOAD_REQUESTS = 64
 """Minimum number of requests of a measurement under load. With fewer, their mean length could be
 far from the requested mean."""
@@ -65,8 +66,8 @@ class Arrival:
 
     Attributes:
         at: Time of arrival in seconds on the monotonic clock.
-        tokens: Number of tokens of the response so far; in a `load` measurement, of this chunk
-            only.
+        tokens: Number of tokens of the response so far; in a measurement under load, number of
+            tokens of this chunk only.
     """
 
     at: float
@@ -74,11 +75,11 @@ class Arrival:
 
 
 def decode_seconds(arrivals: list[list[Arrival]]) -> tuple[float, float]:
-    """Compute the median seconds per decode step, and the mean number of tokens that a request had,
-    while all requests of a measurement ran.
+    """Compute two values of the time in which all requests of a measurement ran: the median seconds
+    per decode step, and the mean number of tokens of a request.
 
-    The measured time lasts from the first chunk of the last request to start until the first
-    request ends. The rate of each request is computed between its own chunks in that time.
+    This time begins when the last of the requests has its first chunk, and ends when the first
+    request ends. The speed of each request is computed from its own chunks in this time.
 
     Args:
         arrivals: Chunks of each request.
@@ -111,8 +112,8 @@ class Load:
     Attributes:
         batch: Number of clients.
         seconds: Length of the measured time.
-        requests: Number of requests that ended in it.
-        tokens: Number of tokens that arrived in it.
+        requests: Number of requests that ended in the measured time. tokens: Number of tokens that
+            arrived in the measured time.
         kv_tokens: Mean number of tokens in the KV cache, of all running requests together.
     """
 
@@ -137,8 +138,12 @@ def request_seconds(short: Load, long: Load, per_kv_token: float) -> float:
     """Compute the seconds that each request costs in addition to its tokens, from two measurements
     under load with short and long responses; at least 0.
 
-    Both measurements have the same batch. For each, window = requests q + tokens / batch (step +
-    KV); these two equations are solved for q, the result, and for step.
+    Both measurements have the same batch. For each of them, the measured time is
+
+        seconds = requests * q + tokens / batch * (step + kv_tokens * per_kv_token)
+
+    where q is the result and `step` the time of a decode step without reading the KV cache. These
+    two equations are solved for q and `step`.
     """
     first, second = (load.seconds_without_kv(per_kv_token) for load in (short, long))
     determinant = short.requests * long.tokens - long.requests * short.tokens
@@ -169,8 +174,8 @@ class EngineProfiler:
         """Measure the prefill of a prompt of `tokens` tokens at rest; return a row of the file's
         table `prefill`.
 
-        The result is the median time of a request with one new token, minus `step_seconds` for its
-        decode step.
+        The result is the median time of a request that generates one token, minus `step_seconds`,
+        the time of its decode step.
         """
         times = []
         for _ in range(_PREFILL_REPEATS):
@@ -185,8 +190,9 @@ class EngineProfiler:
         """Measure the engine under load: `batch` clients send prompts of `context` tokens and get
         responses of geometrically distributed length, one after the other.
 
-        A geometric length has no memory: the ends of requests are spread evenly from the start, and
-        a running request has `mean_tokens` on average.
+        With this distribution, a running request ends with the same probability at each step,
+        however long it is already. So requests end evenly over time from the start of the
+        measurement, and a running request has generated `mean_tokens` on average.
         """
         await self._client.flush_cache()
         arrivals: list[Arrival] = []
@@ -245,7 +251,8 @@ async def profile(
         ComponentFailure: Requests did not run together for long enough.
     """
     profiler = EngineProfiler(client, new_tokens)
-    # A warm-up: a server compiles and allocates during its first requests.
+    # The result of the first measurement is not used, because a server compiles kernels and
+    # allocates memory during its first requests.
     await profiler.decode(1, contexts[0])
     decode = [await profiler.decode(batch, c) for batch in batches for c in contexts]
     lengths = sorted({*contexts, 4 * max(contexts)})
@@ -270,11 +277,11 @@ async def profile(
 async def _move_to_load(
     data: dict[str, Any], profiler: EngineProfiler, batches: list[int], context: int
 ) -> None:
-    """Shift the rows of a cost model measured at rest to the times that the engine needs under
-    load.
+    """Change the rows of a cost model, which were measured at rest, so that they fit the times that
+    the engine needs under load.
 
-    The cost of a request is taken from the largest batch, where it matters most. Rows of a batch of
-    one stay unchanged, because other requests cannot slow it down.
+    The cost of a request is measured with the largest batch, where it has the largest effect. Rows
+    of a batch of one are not changed, because there are no other requests that could slow it down.
     """
     at_rest = fit_engine_costs(data)
     slopes = dict(zip(at_rest.batches, at_rest.per_kv_token, strict=True))

@@ -1,8 +1,8 @@
-"""Estimates memory and time of the choices for recomputing activations (`trainer.recompute`).
+"""Estimates how much memory and time each value of `trainer.recompute` needs.
 
-Memory is the number of bytes that a layer keeps for its backward pass in bfloat16. The layer is
-made of Megatron's own modules, not of Transformer Engine's. Its bytes are added up operation by
-operation, as Korthikanti et al. (arXiv 2205.05198, section 4) do for a GPT layer:
+The memory is the number of bytes that a layer keeps from its forward pass to its backward pass, in
+bfloat16. The layer consists of Megatron's modules, not of Transformer Engine's. The bytes are added
+up operation by operation, as Korthikanti et al. (arXiv 2205.05198, section 4) do for a GPT layer:
 
 - Both norms keep their input and output (8 bytes per token and hidden unit).
 - Attention keeps its projected queries, keys and values, the rotated queries and keys, and its
@@ -22,7 +22,7 @@ NORM_BYTES = 4 * BF16
 GATED_BYTES = 3 * BF16
 """Bytes that a gated feed-forward block keeps, per token and unit of its width."""
 ROUTED_BYTES = 2 * BF16
-"""Bytes of the copy of a token that each of its experts keeps, per hidden unit."""
+"""Bytes that each expert of a token keeps of its input and output, per hidden unit."""
 
 
 def attention_bytes(shape: ModelShape) -> float:
@@ -35,10 +35,11 @@ def attention_bytes(shape: ModelShape) -> float:
 
 
 def feed_forward_bytes(shape: ModelShape) -> float:
-    """Return the activation bytes that the MLP of one layer, or the experts of a token, keep, per
-    token and hidden unit.
+    """Return the activation bytes that the feed-forward part of one layer keeps, per token and
+    hidden unit.
 
-    Each expert also keeps its input and its output, because tokens are copied to experts.
+    This part is an MLP, or the experts to which a token is routed. An expert also keeps its input
+    and its output, because they are copies of the token's hidden state.
     """
     gated = GATED_BYTES * shape.intermediate / shape.hidden
     return shape.experts_per_token * (gated + ROUTED_BYTES) if shape.experts else gated
@@ -46,13 +47,14 @@ def feed_forward_bytes(shape: ModelShape) -> float:
 
 def kept_bytes(shape: ModelShape, layers: float, recompute: Recompute) -> tuple[float, float]:
     """Return the activation bytes of a pipeline stage of `layers` layers, per token and hidden
-    unit: bytes kept from forward to backward pass, and bytes that exist only during recomputation.
+    unit, as two numbers.
 
     Returns:
         Bytes kept from a microbatch's forward pass to its backward pass, and bytes that exist only
-        while one layer is recomputed. If some layers keep everything, the second number is 0: the
-        first layers are recomputed and their backward pass is last, so that recomputation fits into
-        the memory that the other layers have released.
+        while one layer is recomputed. If some layers keep all of their activations, the second
+        number is 0. Then only the first layers of the stage are recomputed. Their backward pass
+        comes last, when the other layers have freed their activations, and recomputation uses that
+        memory.
     """
     attention, feed_forward = attention_bytes(shape), feed_forward_bytes(shape)
     if recompute == "none":
@@ -93,7 +95,7 @@ def check_recompute(recompute: Recompute, layers: int, stages: int) -> None:
 
 
 def by_work(shape: ModelShape, layers: int) -> list[Recompute]:
-    """Return every possible value of `trainer.recompute` for a pipeline stage of `layers` layers,
-    ordered by the work of recomputation, the least first."""
+    """Return all values of `trainer.recompute` that are possible for a pipeline stage of `layers`
+    layers, from the one that recomputes least to the one that recomputes most."""
     choices: list[Recompute] = ["none", "feed_forward", *range(1, layers), "all"]
     return sorted(choices, key=lambda choice: recomputed_passes(shape, layers, choice))

@@ -43,8 +43,8 @@ _DROPPED = {
 
 
 def label(point: Point) -> str:
-    """Return a short label of a simulated configuration: its preset and the settings by which it
-    differs from the others."""
+    """Return a short label of a simulated configuration, which has its preset and the settings by
+    which it differs from the other configurations."""
     parts = [text.removeprefix("schedule.") for text in point.labels]
     if not any(part.startswith("preset=") for part in parts):
         parts.insert(0, f"preset={point.config.schedule.preset}")
@@ -93,14 +93,14 @@ def table(points: Sequence[Point], *, wide: bool = False) -> Table:
 
 
 def comments(point: Point) -> list[str]:
-    """Return advice for one simulated configuration: each problem of its results, with settings to
-    try. The thresholds are assumed."""
+    """Return one line of advice for each problem in the results of a simulated configuration, with
+    settings to try. The thresholds from which something counts as a problem are assumed."""
     return [f"{label(point)}: {text}" for text in _found(point.summary, point.config)]
 
 
 def _found(s: Summary, config: SimulationConfig) -> Iterator[str]:
     schedule = config.schedule
-    # On shared GPUs, engines and trainer always wait for each other, so idle shares say nothing.
+    # On shared GPUs, engines and trainer work alternately, so each of them is idle by design.
     split = config.simulate.placement == "disaggregated"
     if split and s.engine_idle > _MUCH_IDLE and not schedule.overlap:
         yield (
@@ -139,7 +139,8 @@ def warnings(points: Sequence[Point]) -> list[str]:
     out = []
     for point in points:
         for name, message in point.summary.warnings.items():
-            # The simulator does not use the live setting that the scheduler's warning names.
+            # The scheduler's warning names a setting of real runs that the simulator does not use.
+            # It is replaced by the corresponding setting of the simulator.
             simulated = message.replace("engines.max_total_tokens", _KV)
             out.append(f"{label(point)}: {name}: {simulated}")
         if point.summary.dropped:

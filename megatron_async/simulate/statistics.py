@@ -1,10 +1,12 @@
-"""Collects the results of a simulated run: counters by step, and their summary after the warm-up.
+"""Collects the results of a simulated run, which are counters for each step, and summarizes them
+without the warm-up steps.
 
 Invariants
-- Shares are shares of the virtual time between the publication that ends the warm-up and the last
-  publication.
+- Shares of time are shares of the virtual time between two publications of weights: the one that
+  ends the warm-up, and the last one.
 - The lag of a trained token is the step that trains it minus the policy version that generated it.
-  Lag in samples is counted for trajectories (`trajectory.sample_lag`).
+  The lag in samples of a trajectory is a number of trajectories: those in the batches from the
+  oldest policy version of its trained tokens up to its own batch (`trajectory.sample_lag`).
 """
 
 import itertools
@@ -19,7 +21,7 @@ from megatron_async.trajectory.sample_lag import SamplesTrained
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """Batch as the trainer takes it.
+    """Batch that the trainer has received.
 
     Attributes:
         step: Number of the training step.
@@ -94,8 +96,8 @@ class Summary:
             count as idle. On GPUs shared with the trainer, only the time outside training counts.
         trainer_idle: Share of the time in which the trainer waits for a batch.
         gpu_idle: Share of the time of all GPUs without decode, prefill or training.
-        slots_busy: Share of the N' requests in flight that are in a decode batch, while engines are
-            busy.
+        slots_busy: Mean number of requests in the engines' decode batches while engines are busy,
+            as a share of the number of requests in flight that the scheduler aims at (N').
         kv_full: Share of the engines' busy time in which requests wait for space in the KV cache.
         concurrency: Number of requests in flight (N') at the end.
         lag_mean: Mean lag of trained tokens, in policy versions.
@@ -103,12 +105,13 @@ class Summary:
         lag_samples_mean: Mean lag in samples of the trained trajectories.
         lag_samples_max: Largest lag in samples.
         off_policy: Share of the trained tokens whose lag is not 0.
-        recomputed: Tokens that were prefilled again, relative to the generated tokens; the sum of
-            the next three.
-        recomputed_at_resume: Same, only for resumed responses.
-        recomputed_at_preemption: Same, only for preempted requests.
-        recomputed_at_update: Same, only for KV caches discarded by a weight update.
-        wasted: Tokens of dropped and restarted trajectories, relative to the generated tokens.
+        recomputed: Number of tokens that were prefilled again, divided by the number of generated
+            tokens. It is the sum of the next three values. recomputed_at_resume: The part of
+            `recomputed` because a response was resumed. recomputed_at_preemption: The part of
+            `recomputed` because a request was preempted. recomputed_at_update: The part of
+            `recomputed` because a weight update discarded the KV cache.
+        wasted: Number of generated tokens of dropped and restarted trajectories, divided by the
+            number of all generated tokens.
         dropped: Number of dropped trajectories by reason, of the whole run.
         warnings: The scheduler's warnings by name.
     """
@@ -182,7 +185,7 @@ class Statistics:
         total = sum(tokens.values())
         lag_sum = float(sum(lag * count for lag, count in tokens.items()))
         of_tokens = (total, lag_sum, max(tokens, default=0), total - tokens.get(0, 0))
-        # The first span of a trajectory has its oldest trained version, as versions never decrease.
+        # Versions never decrease within a trajectory, so its first trained span has the oldest one.
         samples = [self._trained.between(spans[0][0], step) for spans in versions if spans]
         of_samples = (len(samples), sum(samples), max(samples, default=0))
         self._trained.add(len(versions))
@@ -200,11 +203,10 @@ class Statistics:
         self.marks.append(_Mark(at, update_seconds, concurrency, totals, self._wasted))
 
     def summary(self, warmup: int, *, engine_gpus: int, trainer_gpus: int, shared: bool) -> Summary:
-        """Summarize the training steps after the first `warmup` steps, of which at least one is
-        excluded.
+        """Summarize the training steps after the warm-up.
 
         Args:
-            warmup: Number of steps to exclude.
+            warmup: Number of steps to exclude at the start. With 0, the first step is excluded too.
             engine_gpus: Number of GPUs of all engines.
             trainer_gpus: Number of GPUs of the trainer.
             shared: Whether engines and trainer use the same GPUs.

@@ -1,8 +1,9 @@
 """Implements `megatron-async simulate`: simulates one configuration, several presets, or a
 Cartesian product of swept settings.
 
-Precedence is recipe < preset < file < `--set` < `--presets` < `--sweep`. So a preset in `--presets`
-does not override settings of `schedule` that the file sets.
+Precedence is recipe < preset < file < `--set` < `--presets` < `--sweep`. `--presets` only sets the
+name of the preset, whose values have the low precedence of a preset. So they do not override
+settings of `schedule` in the file.
 """
 
 import itertools
@@ -49,8 +50,8 @@ def parse_sweep(text: str) -> list[str]:
 
 
 def sweep_points(sweeps: Sequence[str], presets: Sequence[str]) -> list[Overrides]:
-    """Return the overrides of every combination of presets and swept values; the last sweep changes
-    fastest.
+    """Return the overrides of every combination of presets and swept values. The values of the last
+    sweep change from one combination to the next.
 
     Args:
         sweeps: Texts of the `--sweep` options.

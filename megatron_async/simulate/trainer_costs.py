@@ -2,27 +2,30 @@
 
 Training on one batch of B sequences in H updates, `epochs` times, takes
 
-    epochs x H x (tokens on the busiest data-parallel rank x seconds per token x pipeline factor
-                  + gradient reduction and parameter gathering + update_overhead_seconds)
-    + batch_overhead_seconds
+    epochs * H * (tokens on the busiest data-parallel rank * seconds per token * pipeline factor +
+    gradient reduction and parameter gathering + update_overhead_seconds) + batch_overhead_seconds
 
-- Seconds per token: (per-parameter FLOPs x active parameters + attention) / (TP PP CP F e_t) plus
-  tensor-parallel communication. F is the GPU's peak FLOP/s, and e_t the share of it that is reached
-  (`simulate.efficiency.training_flops`). Per-parameter FLOPs are 6, plus 2 for each further forward
-  pass (recomputation; pi_old and reference, once for all epochs). Attention scales in the same way,
-  with half the keys on average.
-- Sequences are packed, or padded to the longest of the whole batch (`padding`); a padding token
-  costs as much as a real token. (A trainer that pads on each rank takes the same time: the other
-  ranks wait for the rank with the longest sequence.)
-- The busiest rank has at least the longest sequence, and at least its share of the update.
-- Pipeline factor 1 + (PP - 1) / microbatches (Narayanan et al., arXiv 2104.04473).
-- Gradients are reduced in fp32 and parameters gathered in bf16 over the data-parallel ranks; no
-  overlap with the backward pass is assumed.
+- Seconds per token: (per-parameter FLOPs * active parameters + FLOPs of attention) / (TP * PP * CP
+  * F * e_t), plus tensor-parallel communication. F is the GPU's peak FLOP/s, and e_t the share of
+  it that is reached (`simulate.efficiency.training_flops`). Per-parameter FLOPs are 6, plus 2 for
+  each further forward pass: recomputation in each epoch, and the passes for pi_old and the
+  reference policy once for all epochs. Attention is counted with the same number of passes; a token
+  attends on average to half of the tokens of its sequence.
+- Sequences are packed, or padded to the longest one of the whole batch (`simulate.padding`). A
+  padding token costs as much as a real token. A trainer that pads only to the longest sequence of
+  each rank would take the same time, because the other ranks wait for the rank with the longest
+  one.
+- The busiest rank has at least the longest sequence, and at least the mean number of tokens per
+  rank.
+- The pipeline factor is 1 + (PP - 1) / microbatches (Narayanan et al., arXiv 2104.04473).
+- Gradients are reduced in fp32 and parameters gathered in bf16 over the data-parallel ranks. It is
+  assumed that neither overlaps the backward pass.
 
-A weight update sends the bf16 weights once over the network, from the leaders of the pipeline
-stages in turn to all engines at the same time (`weight_sync/stage_order.py`), at the share of the
-link's bandwidth that a whole update reaches. If engines are on the trainer's GPUs, every rank
-gathers all weights over NVLink. Engines and trainer wait meanwhile.
+A weight update sends the bf16 weights once over the network. One rank of each pipeline stage sends
+to all engines at the same time; the stages send one after the other (`weight_sync/stage_order.py`).
+The bandwidth is the share `simulate.efficiency.weight_update` of the network's. If engines are on
+the trainer's GPUs, every rank gathers all weights over NVLink instead. Engines and trainer wait
+until the update has ended.
 """
 
 import itertools
@@ -118,8 +121,8 @@ class TrainerCosts:
         compute = self.passes * flops / (ranks * self.gpu.flops * e.training_flops)
         if layout.tensor == 1:
             return compute
-        # Each layer does two all-reduces per pass. A microbatch pays their latency once, so the
-        # time is computed for the microbatch and divided by its tokens.
+        # Each layer does two all-reduces per pass. Their latency occurs once per microbatch, not
+        # per token, so their time is computed for a whole microbatch and divided by its tokens.
         size = self.microbatch_tokens * shape.hidden * BF16
         reduce = all_reduce_seconds(size, layout.tensor, self.gpu.nvlink, e)
         layers = shape.layers / layout.pipeline
@@ -142,8 +145,8 @@ class TrainerCosts:
 
     @property
     def publish_seconds(self) -> float:
-        """Seconds of a weight update, from the scheduler's permission until all engines serve the
-        new version."""
+        """Seconds of a weight update, from the time at which the scheduler permits it until all
+        engines serve the new version."""
         if self.settings.weight_update_seconds is not None:
             return self.settings.weight_update_seconds
         e = self.settings.efficiency

@@ -1,18 +1,19 @@
-"""Runs the real scheduler on a virtual clock, with cost models for engines, scorers and trainer.
+"""Runs the scheduler of real runs on a virtual clock, with cost models for engines, scorers and
+trainer.
 
-`World` does the work that `rollout/driver.py` and the trainer's loop do in a live run: it carries
-out the scheduler's actions and reports events to it. The scheduler is the same object.
+`World` does the work that `rollout/driver.py` and the training loop do in a real run: it carries
+out the scheduler's actions and reports events to it.
 
 Invariants
 - Events reach the scheduler one at a time in order of virtual time. Events that follow from an
   action without delay are reported before the clock moves.
-- The trainer takes batch n after it has published version n, as in a live run.
+- The trainer receives batch n after it has published version n, as in a real run.
 - A simulated run is a function of its settings: it reads no real clock and uses no random numbers
   except those of the group source and the episode source.
 - Responses are scored in the order in which they finished, each by one scorer for
   `simulate.reward.scorer_seconds`. All scorers share one queue.
-- The length of the queue determines the number of scorers, by the rule of the live pools
-  (`scoring.autoscale`). A scorer starts and ends immediately.
+- The length of the queue determines the number of scorers, by the rule that real runs use
+  (`scoring.autoscale`). Starting or ending a scorer takes no time.
 - An environment takes as long for a reply as the episode source has drawn, and other trajectories
   do not wait for it.
 """
@@ -44,8 +45,8 @@ from megatron_async.trajectory.types import PolicyVersion
 
 
 class SimulatedScorers:
-    """Queue of responses to score, and the number of busy scorers. The caller's clock decides when
-    a scorer has finished."""
+    """Queue of responses that wait for a score, and the number of busy scorers. The caller has the
+    clock and calls `ended` when a scorer has finished."""
 
     def __init__(self, most: int, seconds: float) -> None:
         self.seconds = seconds
@@ -178,8 +179,8 @@ class World:
 
     @property
     def scorers(self) -> ScorerCount:
-        """State of the automatic sizing of the scorer pool, with the number of scorers that run
-        now."""
+        """State of the rule that determines the number of scorers, including their present
+        number."""
         return self._scorers.state
 
     def _step(self) -> Callable[[ev.Event], list[ev.Action]]:
@@ -277,8 +278,8 @@ class World:
         """End requests on their engines, and report the tokens that they had generated since the
         last report to the scheduler.
 
-        A request that finishes at this very moment is no longer on its engine: its event is queued
-        already.
+        A request that is not on its engine any more has finished at the present time. It is
+        skipped, because the event of its end is queued already.
         """
         ended: list[tuple[int, ...]] = []
         for engine_id, same in itertools.groupby(actions, attrgetter("engine_id")):
@@ -298,8 +299,11 @@ class World:
         self._later(response.tool_seconds, self._environment_replied, response, response.call)
 
     def _environment_replied(self, response: Response, call: int) -> None:
-        """Start the next turn of an episode or end the episode, unless it was dropped or restarted
-        since `call`."""
+        """Start the next turn of an episode, or end the episode, after the environment has replied.
+
+        If the episode was dropped or restarted after the call with the number `call`, ignore the
+        reply.
+        """
         self._pending -= 1
         number = response.trajectory_id
         if self._responses.get(number) is not response or response.call != call:
@@ -411,11 +415,11 @@ class World:
 
 
 def _arrival(trajectory_id: int, written: Tokens) -> tuple[int, ...]:
-    """Return the trajectory id, followed by a token count and a policy number for at most two spans
-    of the `written` tokens, as the scheduler's event `ManyAborted` has them.
+    """Return the tokens of a trajectory in the form of the scheduler's event `ManyAborted`: the
+    trajectory id, followed by the number of tokens and the policy number of one or two spans.
 
-    The count of the newest policy version is exact. All older tokens are counted under the oldest
-    version, because the scheduler does not distinguish them either.
+    The newest policy version has its own span. All older tokens are counted for the oldest version,
+    because the scheduler does not distinguish them either.
     """
     if not written:
         return (trajectory_id,)
