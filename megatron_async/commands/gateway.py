@@ -111,7 +111,8 @@ class ServedPolicy:
         self._printed: set[str] = set()
 
     def call(self, asked: ChatCall, *, retry: bool) -> Call:
-        """Start generating the reply to a chat call and return the call.
+        """Start generating the reply to the chat call `asked`; return the call that will get the
+        reply.
 
         A client's retry (`retry`) is generated like a new call, because nothing is stored.
         """

@@ -32,7 +32,8 @@ _PROMPTS_BEFORE_SFT = 64
 
 
 def quick_dtype(config: RunConfig) -> str:
-    """Return the value of `model.dtype` for the quickstart's fine-tuning.
+    """Return the value of `model.dtype` for the quickstart's fine-tuning: bfloat16 on a CPU that is
+    fast with it, otherwise the setting's own value.
 
     It is bfloat16 if `model.dtype` is auto, there is no GPU, and this CPU has instructions for
     products of bfloat16. On such a CPU, bfloat16 is about twice as fast as float32, which `auto`

@@ -34,7 +34,8 @@ from megatron_async.store.state import check_serves
 
 @dataclass(frozen=True)
 class Rollback:
-    """A checked rollback, which renames checkpoints.
+    """A return to an older checkpoint that has passed all checks. It is carried out by renaming the
+    newer checkpoints.
 
     Attributes:
         target: The checkpoint to which the run returns.

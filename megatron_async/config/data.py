@@ -165,10 +165,9 @@ class DataConfig(FileConfig):
             )
 
     def files(self) -> list[SourceConfig]:
-        """Return the files to train on.
+        """Return the files to train on: those of `sources` or, without any, the file of `path`.
 
-        These are the files of `sources` or, without any, the file of `path`. A source that sets
-        neither a layout nor columns gets the task's.
+        A source that sets neither a layout nor columns gets the task's.
         """
         if not self.sources:
             own = {name: getattr(self, name) for name in FileConfig.model_fields}

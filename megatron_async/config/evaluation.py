@@ -25,7 +25,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 @dataclass(frozen=True)
 class EvalSet:
-    """An evaluation set whose defaults are filled in from the section `eval`.
+    """An evaluation set with a value for every setting. What the set itself does not set has the
+    value in section `eval`.
 
     `prompts` is the number of problems; 0 = all problems of the set's file.
     """
@@ -123,7 +124,7 @@ class EvalConfig(Settings):
         return {name: (f"eval.sets.{name}.path", one) for name, one in self.sets.items()}
 
     def resolved_sets(self, sampling: SamplingConfig, *, heldout: bool) -> list[EvalSet]:
-        """Return all evaluation sets with their defaults filled in.
+        """Return all evaluation sets, each with a value for every setting.
 
         Args:
             sampling: The sampling of training, for the default response length.

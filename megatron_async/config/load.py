@@ -140,8 +140,8 @@ def _number(text: str) -> str | float:
 
 
 def build_config(settings: Mapping[str, Any]) -> RunConfig:
-    """Return the checked configuration of `settings`; what they do not set has the defaults of
-    their recipe and preset.
+    """Return the checked configuration of `settings`. Settings that they do not contain get the
+    defaults of their recipe and preset.
 
     Raises:
         UserError: If a setting is unknown or invalid.

@@ -48,7 +48,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Section:
-    """The settings of one section, such as `engines`.
+    """One section of the settings, such as `engines`, with its description and its settings.
 
     `of_items` is true if the section describes the elements of a list or mapping of settings; its
     name then ends with `[]`.
@@ -87,7 +87,8 @@ def all_sections() -> tuple[Section, ...]:
 
 
 def sections_with(defaults: dict[str, Any]) -> tuple[Section, ...]:
-    """Return all sections of a run and a simulation, with other defaults for the settings of a run.
+    """Return all sections of a run and a simulation, in which the default of each setting of a run
+    is its value in `defaults`.
 
     Args:
         defaults: A whole configuration as a nested mapping, from which the defaults are taken. A

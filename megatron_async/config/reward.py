@@ -121,7 +121,8 @@ class ScorerSettings(Settings):
 
 
 def listed(value: Any) -> Any:
-    """Convert the short forms of a list of settings to a list of mappings.
+    """Convert the short forms of a list of mappings, such as `NAME` for `[{name: NAME}]`, to the
+    list.
 
     A single name or mapping becomes a list of one; a name in the list becomes `{name: NAME}`. Any
     other value is returned unchanged, to be refused by pydantic.
@@ -139,7 +140,7 @@ def named(value: Any) -> Any:
 
 
 def check_labels(rewards: list[RewardConfig]) -> None:
-    """Check that each reward has its own name in metrics.
+    """Check that no two rewards, and no reward and other metric, have the same name in metrics.
 
     Raises:
         ValueError: If two rewards have the same name, or if one of several rewards has a name in

@@ -234,7 +234,8 @@ class RunConfig(Settings):
         )
 
     def with_explicit(self, explicit: Mapping[str, Any]) -> Self:
-        """Return a copy whose property `explicit` is `explicit`; the values of settings stay."""
+        """Return a copy of these settings, of which only those in `explicit` count as set by a
+        file, the command line or Python. The values do not change."""
         config = self.model_copy()
         config._explicit = dict(explicit)
         return config

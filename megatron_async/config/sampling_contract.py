@@ -89,7 +89,7 @@ def temperature_fits(temperature: float) -> bool:
 
 
 def check_extra_args(arguments: Sequence[str]) -> None:
-    """Check that no SGLang argument in `arguments` is refused.
+    """Check that `arguments` contains no SGLang argument that a run must not use.
 
     SGLang accepts abbreviations of an argument's name, so these are refused too.
 

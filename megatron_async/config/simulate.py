@@ -21,7 +21,7 @@ GpuName = Literal["A100", "H100", "H800", "H200", "B200", "L40S", "A6000"]
 
 
 class GpuConfig(Settings):
-    """The GPU. A value that is none is that of the GPU's data sheet."""
+    """The GPU. If a setting is none, the figure in the GPU's data sheet is used."""
 
     name: GpuName = "H100"
     """Name of the GPU in the table of data sheets."""

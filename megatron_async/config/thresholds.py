@@ -19,12 +19,9 @@ REJECTION_ALIASES: Final[dict[str, str]] = {"sequence": "seq_sum_k1", "geometric
 
 @dataclass(frozen=True)
 class ParsedRejection:
-    """A parsed rejection rule.
-
-    A token passes if the divergence (k1, k2 or k3) at this level lies between `lower` and `upper`.
-    For k1, the bounds are the logarithms of the two numbers in the threshold. For k2 and k3,
-    `lower` is -inf.
-    """
+    """A parsed rejection rule: a token passes if the divergence (k1, k2 or k3) at this level lies
+    between `lower` and `upper`. For k1, the bounds are the logarithms of the two numbers in the
+    threshold. For k2 and k3, `lower` is -inf."""
 
     option: str
     level: str
@@ -34,7 +31,8 @@ class ParsedRejection:
 
 
 def parse_weight_threshold(spec: float | str, name: str) -> tuple[float | None, float]:
-    """Parse a threshold of importance weights.
+    """Parse a threshold of importance weights, such as 2.0 or "0.5_2.0"; return its lower and upper
+    bound.
 
     Args:
         spec: A number, the upper bound, or a text `low_high` such as `0.5_2` with both bounds.
@@ -60,7 +58,8 @@ def parse_weight_threshold(spec: float | str, name: str) -> tuple[float | None, 
 
 
 def parse_rejection(options: str, thresholds: float | str) -> tuple[ParsedRejection, ...]:
-    """Parse comma-separated rejection rules and their comma-separated thresholds.
+    """Parse the rejection rules in `options` and their thresholds, both comma-separated, such as
+    "token_k1" and "0.5_2.0".
 
     There is one threshold for all rules, or one for each rule after duplicate rules were removed.
     For a k1 rule, a single number u means the bounds 1 / u and u.

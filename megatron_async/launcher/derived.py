@@ -77,7 +77,7 @@ class Machine:
 
     @classmethod
     def of_nodes(cls, gpus: int, engine_nodes: int, gpu: GpuConfig = _ANY_GPU) -> "Machine":
-        """Return the hardware of nodes that are not this machine.
+        """Return the hardware of nodes that are not this machine, such as the nodes of a cluster.
 
         Args:
             gpus: Number of GPUs of a node; 0 means that engines run on the CPU.
@@ -98,7 +98,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Derived:
-    """One setting that has a rule in `_RULES`, after derivation.
+    """One setting that has a rule in `_RULES`, with its value and the reason for the value.
 
     Attributes:
         name: Dotted name of the setting.
@@ -119,7 +119,8 @@ class Derived:
 
 @dataclass(frozen=True)
 class DerivedRun:
-    """Result of `derive`.
+    """Result of `derive`: a run's configuration with derived settings, and the reason for each of
+    them.
 
     Attributes:
         config: The run's configuration with derived values.
@@ -278,7 +279,8 @@ def layout_lines(config: RunConfig, machine: Machine) -> list[str]:
 
 
 def check_memory(config: RunConfig, machine: Machine) -> None:
-    """Raise UserError if a run on GPUs cannot fit into their memory.
+    """Raise UserError if the weights and optimizer state of a run certainly do not fit into the
+    memory of its GPUs.
 
     It is refused if a trainer's weights and optimizer state exceed a GPU, if an engine's weights
     do, or if SGLang's share of the memory leaves too little for a weight update. What can only be

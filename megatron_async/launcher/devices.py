@@ -24,10 +24,8 @@ RUNNING_RAY_VARIABLE: Final = "RAY_ADDRESS"
 
 
 def uses_ray(config: RunConfig) -> bool:
-    """Return whether a run on one machine uses Ray.
-
-    It does if setting `cluster` is ray, or if it is auto and the environment has RAY_ADDRESS.
-    """
+    """Return whether a run on one machine uses Ray: setting `cluster` is ray, or it is auto and the
+    environment has RAY_ADDRESS."""
     running = bool(os.environ.get(RUNNING_RAY_VARIABLE))
     return config.cluster == "ray" or (config.cluster == "auto" and running)
 
@@ -113,8 +111,8 @@ def check_sharing(config: RunConfig) -> None:
 
 
 def check_trainer_here(config: RunConfig) -> None:
-    """Raise UserError if this machine has GPUs, but fewer than trainer ranks. Ranks use GPUs if
-    there are any."""
+    """Raise UserError if this machine has GPUs, but not one for each of its trainer ranks. If a
+    machine has GPUs, its ranks use them."""
     if sees_gpu():
         check_ranks(len(visible_gpus()), config)
 

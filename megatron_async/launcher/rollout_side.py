@@ -77,10 +77,8 @@ class RolloutSide:
         )
 
     def status(self) -> dict[str, Any]:
-        """Return the manager's status.
-
-        It is {} while no trainer is connected to the manager, and while the manager does not reply
-        in time or is being restarted.
+        """Return the manager's status; {} while no trainer is connected to the manager, and while
+        the manager does not reply in time or is being restarted.
 
         Raises:
             UserError: The run directory is missing.

@@ -151,7 +151,7 @@ class Session:
             )
 
     def publish(self, entry: str, content: dict[str, Any]) -> None:
-        """Write `content` as the JSON file of the name `entry`, for which other nodes can wait."""
+        """Write `content` to the JSON file named `entry`, for which other nodes can wait."""
         write_atomically(self._entry(entry), json.dumps(content))
 
     def _entry(self, entry: str) -> Path:

@@ -124,10 +124,11 @@ class DrawnByFunction:
 
 
 def drawn(line: Line) -> dict[str, float]:
-    """Return the values of a step that panels draw.
+    """Return the values of a step that panels draw: the metrics in `line`, and values that are
+    computed from several metrics.
 
-    They are the metrics in `line`, and values that are computed from several metrics: idle time,
-    the shaded areas around means, and the smallest and the largest importance weight.
+    The computed values are idle time, the ends of shaded areas around means, and the smallest and
+    the largest importance weight.
     """
     found = dict(line)
     if "rollout/seconds" in line and "rollout/seconds_since_last_batch" in line:
@@ -148,7 +149,8 @@ def drawn(line: Line) -> dict[str, float]:
 
 
 def _band(name: str, mean: float, spread: float, low: float, high: float) -> dict[str, float]:
-    """Return the two ends of the shaded area around a mean.
+    """Return the two ends of the shaded area around a mean, mean - spread and mean + spread,
+    limited to `low` and `high`.
 
     Args:
         name: Name of the mean, with which the names of the two ends begin.
@@ -161,7 +163,8 @@ def _band(name: str, mean: float, spread: float, low: float, high: float) -> dic
 
 
 def importance_weights(of: str) -> Panel:
-    """Return the panel of the importance weights before truncation.
+    """Return the panel of the importance weights, before truncation, of tokens or of whole
+    responses.
 
     It shows their mean, the smallest and the largest one, and as an area their standard deviation.
 
@@ -213,7 +216,7 @@ def styled(figure: Figure, title: str, unit: str, x_title: str = "step") -> Figu
 
 
 def _logarithmic(figure: Figure) -> None:
-    """Make a figure's vertical axis logarithmic.
+    """Make a figure's vertical axis logarithmic, with so few labels that they do not overlap.
 
     By default plotly labels all multiples of each power of ten, and the labels overlap. Here, only
     1, 2 and 5 times each power have a label, or fewer if the values span a large range.

@@ -103,11 +103,10 @@ class Trace:
     # scheduler
 
     def take(self, exchange: Exchange, at: float) -> None:
-        """Add an exchange, which is an event that the scheduler received and the actions that it
-        returned.
+        """Add an exchange to the trace: an event that the scheduler received at time `at`, and the
+        actions that it returned.
 
-        Exchanges must be added in the order of the record. `at` is the time of the event in
-        seconds.
+        Exchanges must be added in the order of the record. `at` is in seconds.
         """
         event = exchange.event
         match event:

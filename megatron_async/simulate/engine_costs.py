@@ -46,11 +46,9 @@ FORMAT_VERSION = 1
 def all_reduce_seconds(
     size: float, ranks: int, bandwidth: float, efficiency: EfficiencyConfig
 ) -> float:
-    """Return the seconds of a ring all-reduce of `size` bytes over `ranks` GPUs; 0 for one GPU.
-
-    It is a fixed latency, plus the time in which 2 * (ranks - 1) / ranks * size bytes pass the link
-    of each GPU.
-    """
+    """Return the seconds of a ring all-reduce of `size` bytes over `ranks` GPUs: a fixed latency,
+    plus the time in which 2 * (ranks - 1) / ranks * size bytes pass the link of each GPU. Return 0
+    for one GPU."""
     if ranks == 1:
         return 0.0
     moved = 2 * (ranks - 1) / ranks * size

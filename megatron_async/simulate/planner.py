@@ -406,7 +406,8 @@ def _candidate(
 
 
 def _splits(config: SimulationConfig, gpus: int) -> list[tuple[int, int]]:
-    """Return the pairs to try of a number of trainer GPUs and a number of engine GPUs.
+    """Return the ways to divide the GPUs that are tried, each as a pair of the number of trainer
+    GPUs and the number of engine GPUs.
 
     With more than two nodes, both are whole nodes. If trainer and engines share GPUs, both numbers
     are `gpus`.

@@ -46,8 +46,8 @@ def feed_forward_bytes(shape: ModelShape) -> float:
 
 
 def kept_bytes(shape: ModelShape, layers: float, recompute: Recompute) -> tuple[float, float]:
-    """Return the activation bytes of a pipeline stage of `layers` layers, per token and hidden
-    unit, as two numbers.
+    """Return two numbers of activation bytes of a pipeline stage of `layers` layers, per token and
+    hidden unit: those kept until the backward pass, and those that exist only during recomputation.
 
     Returns:
         Bytes kept from a microbatch's forward pass to its backward pass, and bytes that exist only

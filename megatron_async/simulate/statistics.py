@@ -21,7 +21,8 @@ from megatron_async.trajectory.sample_lag import SamplesTrained
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """Batch that the trainer has received.
+    """One batch that the trainer has received, with the seconds that it waited for it and trained
+    on it.
 
     Attributes:
         step: Number of the training step.
@@ -203,7 +204,7 @@ class Statistics:
         self.marks.append(_Mark(at, update_seconds, concurrency, totals, self._wasted))
 
     def summary(self, warmup: int, *, engine_gpus: int, trainer_gpus: int, shared: bool) -> Summary:
-        """Summarize the training steps after the warm-up.
+        """Summarize the training steps after the first `warmup` steps.
 
         Args:
             warmup: Number of steps to exclude at the start. With 0, the first step is excluded too.

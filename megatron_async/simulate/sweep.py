@@ -50,8 +50,8 @@ def parse_sweep(text: str) -> list[str]:
 
 
 def sweep_points(sweeps: Sequence[str], presets: Sequence[str]) -> list[Overrides]:
-    """Return the overrides of every combination of presets and swept values. The values of the last
-    sweep change from one combination to the next.
+    """Return the overrides of every combination of presets and swept values, in the order of nested
+    loops of which the last sweep is the innermost.
 
     Args:
         sweeps: Texts of the `--sweep` options.

@@ -299,11 +299,9 @@ class World:
         self._later(response.tool_seconds, self._environment_replied, response, response.call)
 
     def _environment_replied(self, response: Response, call: int) -> None:
-        """Start the next turn of an episode, or end the episode, after the environment has replied.
-
-        If the episode was dropped or restarted after the call with the number `call`, ignore the
-        reply.
-        """
+        """Start the next turn of an episode, or end the episode, after the environment has replied
+        to the call with the number `call`. Ignore the reply if the episode was dropped or restarted
+        after the call."""
         self._pending -= 1
         number = response.trajectory_id
         if self._responses.get(number) is not response or response.call != call:

@@ -183,7 +183,8 @@ RULES: Final = (
 
 
 def lag_at_bound(bound: int) -> LearningRule:
-    """Return the rule that warns if generation is too far ahead of training.
+    """Return the rule that warns if the data are nearly as stale as the staleness bound permits,
+    because generation is too far ahead of training.
 
     It holds if the largest lag has reached the staleness bound and, in addition, the mean lag is
     near the bound or data were dropped or masked because of the bound.
@@ -231,7 +232,7 @@ class LearningWatch:
     each rule has held."""
 
     def __init__(self, bound: int | None = None, before: Metrics | None = None) -> None:
-        """Choose the rules that apply to the run.
+        """Choose the rules that apply to the run; none of them has held at any step yet.
 
         Args:
             bound: The setting schedule.max_async_level; None or 0 means no staleness bound.

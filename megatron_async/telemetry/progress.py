@@ -129,8 +129,7 @@ class Progress:
     def _warn(self, name: str, message: str) -> None:
         """Print a warning unless one of the same name was printed.
 
-        The console may miss repeated warnings; metrics.jsonl has all of them, up to the newest
-        weight update.
+        All warnings, including repeated ones, are in metrics.jsonl, up to the newest weight update.
         """
         if name not in self._warnings:
             self._console.print(f"warning {name}: {message}", highlight=False)

@@ -316,8 +316,8 @@ class TrainLoop:
         self._saved_step = self.trainer.step
 
     def _report_finalized(self) -> None:
-        """On rank 0, report the checkpoints that were finalized since the last call to the rollout
-        manager and the trackers.
+        """On rank 0, tell the rollout manager and the trackers which checkpoints were finalized
+        since the last call.
 
         A checkpoint whose report fails, because the manager has died, is reported at the next call.
         """

@@ -31,10 +31,10 @@ _ROW_BYTES = 16
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Versions of the installed libraries, and the name of the GPU.
+    """Versions of the installed libraries, and the name of the GPU; None for a library that is not
+    installed.
 
-    A version is None if the library is not installed. It is "broken: …", with the error, if the
-    library is installed but cannot be imported.
+    A version is "broken: …", with the error, if the library is installed but cannot be imported.
     """
 
     cuda: str | None
@@ -54,7 +54,7 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Backends:
-    """The implementations that the trainer uses.
+    """The implementations of transformer layers and experts that the trainer uses.
 
     Attributes:
         found: Installed libraries.

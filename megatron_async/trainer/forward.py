@@ -41,7 +41,8 @@ from megatron_async.trainer.parallel import RankLayout
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """A microbatch of this rank.
+    """A microbatch of this rank: the inputs of the model, and what the loss of its trained tokens
+    needs.
 
     A dummy microbatch, which a rank runs if it has fewer microbatches than other ranks, has no
     trained tokens; the model then runs on two tokens that do not affect the result.

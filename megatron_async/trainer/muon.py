@@ -36,7 +36,8 @@ _ROUNDS = 5
 
 
 def matrices(model: PolicyModel) -> dict[Tensor, int | None]:
-    """Return the weights of `model` that Muon updates.
+    """Return the weights of `model` that Muon updates, each with the dimension along which it is
+    split over tensor ranks.
 
     Returns:
         A mapping from the tensor that the optimizer updates (its float32 copy of the weight, or the

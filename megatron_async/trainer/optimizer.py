@@ -133,12 +133,9 @@ def optimizer_parts(optimizer: ChainedOptimizer) -> list[Any]:
 
 
 def _allocate_state(part: Any) -> None:
-    """Allocate the optimizer's state, with zero moments, before the first step.
-
-    Otherwise a checkpoint of step 0 would contain other tensors than later checkpoints. torch's
-    AdamW also needs a `step` for each parameter, which Megatron's function for this does not
-    create.
-    """
+    """Allocate the optimizer's state, with zero moments, before the first step. Otherwise a
+    checkpoint of step 0 would contain other tensors than later checkpoints. torch's AdamW also
+    needs a `step` for each parameter, which Megatron's function for this does not create."""
     inner = part.optimizer
     if not isinstance(inner, torch.optim.AdamW):
         part.init_state_fn(inner, part.config)

@@ -40,10 +40,10 @@ this rank's copy (`TensorCopy.owner`), and the checksum of this rank's slice of 
 
 @dataclass(frozen=True, eq=False)
 class TensorCopy:
-    """This rank's slice of one copy of a tensor.
+    """This rank's slice of one copy of a tensor. A copy is stored by one rank, or in slices by
+    several ranks.
 
-    A copy may be stored by one rank, or in slices by several ranks. Copies with the same `name`
-    must be equal.
+    Copies with the same `name` must be equal.
 
     Attributes:
         name: Name of the tensor.

@@ -384,11 +384,8 @@ class PolicyTrainer:
         )
 
     def _explain(self, mine: str | None, grad_norm: float) -> str:
-        """Return why an update was skipped. All ranks must call this together.
-
-        It is the reason `mine` of the first rank that has one. If no rank has one, the loss was
-        finite, and the gradient norm is named.
-        """
+        """Return why an update was skipped: the reason `mine` of the first rank that has one or, if
+        no rank has one, a text with the gradient norm. All ranks must call this together."""
         reasons: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(reasons, mine)
         known = next((reason for reason in reasons if reason is not None), None)
