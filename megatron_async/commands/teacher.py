@@ -127,7 +127,8 @@ async def _teach(
     start: AbstractAsyncContextManager[Ask],
     accepted: Path,
 ) -> tuple[int, str]:
-    """Sample and score answers to `total` problems; append accepted ones to the file `accepted`.
+    """Let the teacher answer `total` problems, score the answers, and append those that the reward
+    accepts to the file `accepted`.
 
     Returns:
         The number of accepted answers, and the prompt template of the problems.

@@ -250,8 +250,8 @@ def _with(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
 def _variants(
     settings: dict[str, Any], presets: Sequence[str]
 ) -> tuple[list[list[str]], list[str]]:
-    """Return the overrides for every schedule with every placement to try, and messages about the
-    schedules that cannot be used.
+    """Return the settings (`section.name=value`) of every combination of schedule and placement to
+    try, and messages about the schedules that cannot be used.
 
     Raises:
         UserError: A schedule that was requested by name contradicts other settings.

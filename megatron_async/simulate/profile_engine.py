@@ -171,8 +171,8 @@ class EngineProfiler:
         return {"batch": batch, "kv_tokens": round(kv_tokens), "seconds": round(seconds, 7)}
 
     async def prefill(self, tokens: int, step_seconds: float) -> dict[str, float]:
-        """Measure the prefill of a prompt of `tokens` tokens at rest; return a row of the file's
-        table `prefill`.
+        """Measure the prefill of a prompt of `tokens` tokens while the engine has no other request;
+        return a row of the table `prefill` in the cost-model file.
 
         The result is the median time of a request that generates one token, minus `step_seconds`,
         the time of its decode step.

@@ -263,7 +263,8 @@ def build_microbatch(batch: DeviceBatch, sequences: Tensor) -> Microbatch:
 
 
 def _dummy(device: torch.device) -> PackedInputs:
-    """Return the inputs of a dummy microbatch: two tokens, of which the second is scored."""
+    """Return the inputs of a dummy microbatch: two tokens, of which the second gets a log-prob that
+    is not used."""
     position_ids_T = torch.arange(2, device=device)
     borders_S1 = 2 * position_ids_T
     return pack_inputs(torch.zeros_like(position_ids_T), borders_S1, position_ids_T)

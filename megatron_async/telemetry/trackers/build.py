@@ -19,7 +19,8 @@ BUILT_IN: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def build_trackers(config: TelemetryConfig) -> dict[str, Tracker]:
-    """Create the trackers of the settings, without starting them; return them by their names.
+    """Create the trackers that the settings name, without starting them; return them by their
+    names.
 
     Raises:
         UserError: If a tracker is unknown, named twice, or refuses its arguments.
