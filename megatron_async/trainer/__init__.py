@@ -10,7 +10,8 @@
 - policy_model: Megatron's GPTModel, changed so that it returns log-probs of tokens instead of
   logits.
 - layer_spec, hf_config: Megatron's modules and configuration for a model architecture.
-- modules: attention, norms and a router, because Megatron's own run only on GPUs or do not exist.
+- modules: attention, norms and a router that Megatron does not have, or has only for GPUs or only
+  with Transformer Engine.
 - rotary: rotary embeddings, computed and applied in float32.
 - experts: computes the linear layers of all experts of a rank in one matrix product.
 - attention_kernels: attention over a packed token stream.

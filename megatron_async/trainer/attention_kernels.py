@@ -49,7 +49,8 @@ class Stream(NamedTuple):
 
 def packed_attention(stream: Stream) -> Tensor:
     """Return softmax(scale * Q Kᵀ) V of shape [T, H, D] for the queries Q, keys K and values V of
-    `stream`. Each query attends only to its own sequence, up to its own position."""
+    `stream`. Each query attends only to its own sequence, up to its own position and within the
+    window of `stream`, if it has one."""
     query_THD = stream.query_THD
     if not query_THD.is_cuda or query_THD.dtype not in (torch.float16, torch.bfloat16):
         return _per_sequence(stream)

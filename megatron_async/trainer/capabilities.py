@@ -31,10 +31,11 @@ _ROW_BYTES = 16
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Versions of the installed libraries, and the name of the GPU; None for a library that is not
-    installed.
+    """Versions of the installed libraries, and the name of the GPU.
 
-    A version is "broken: …", with the error, if the library is installed but cannot be imported.
+    A library that is not installed has the version None, and one that is installed but cannot be
+    imported has the version "broken: …" with the error. `cuda` and `device_name` are None if there
+    is no CUDA device.
     """
 
     cuda: str | None
@@ -78,8 +79,8 @@ class Backends:
 
     @property
     def gradient_accumulation_fusion(self) -> bool:
-        """Whether Apex's kernel is installed that adds weight gradients directly to the gradient
-        buffer. If Megatron can import it, Megatron uses it."""
+        """Whether Apex's kernel adds weight gradients directly to the gradient buffer, for which it
+        must be installed and a CUDA device must exist."""
         kernel = "fused_weight_gradient_mlp_cuda"
         return self.found.cuda is not None and importlib.util.find_spec(kernel) is not None
 

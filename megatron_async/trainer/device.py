@@ -6,12 +6,13 @@ everything at its end. With CUDA, it does nothing.
 
 Invariants
 - Calls of torch are redirected in the thread that entered the context, and in the backward passes
-  that the thread starts. Another thread that calls Megatron must enter the context too, while the
-  first thread is still inside, because only the first thread patches functions for all.
+  that the thread starts. Another thread that calls Megatron must enter the context too, and leave
+  it before the first thread does: the first thread replaces functions of `torch.cuda` and Megatron
+  for all threads, and restores them when it leaves.
 - This is the only module that replaces functions of torch or Megatron: inside the context, and in
   `import_megatron` at the start of a process. With CUDA it replaces nothing.
-- Results change by rounding at most, because only three things change: the device of tensors, the
-  random generator and, by `import_megatron`, the library that multiplies matrices.
+- Results change by rounding at most. Redirected are the device of tensors, the random generator
+  and, by `import_megatron`, the library that multiplies matrices.
 
 Redirected names
 - `torch.cuda.current_device/set_device/synchronize/empty_cache` and streams refer to the CPU or do
@@ -55,12 +56,12 @@ def current_device() -> torch.device:
 
 
 def import_megatron() -> None:
-    """Import Megatron-core at the start of a process, faster on a CPU by leaving out torch's
-    compiler.
+    """Import Megatron-core at the start of a process, on a CPU without torch's compiler.
 
     On a CPU, `torch.compile` does nothing during the import, because nothing is compiled there and
-    loading torch's compiler takes over a second. If Megatron is already imported, this changes
-    nothing. On AMD processors, matrix products are then computed by the library oneDNN.
+    loading torch's compiler takes over a second. This has no effect if Megatron is already
+    imported. On a CPU from AMD, the process computes float32 matrix products by oneDNN from then
+    on.
     """
     if has_cuda():
         importlib.import_module("megatron.core")

@@ -6,9 +6,9 @@ Megatron's.
 
 Invariants
 - Results and gradients equal those of a separate product for each expert.
-- An expert without tokens has a zero gradient, also if no expert of the rank has tokens. In the
-  latter case torch leaves the gradients unwritten, or writes garbage on some GPUs (pytorch#172439),
-  so they are zeroed here.
+- An expert without tokens has a zero gradient, also if no expert of the rank has tokens. Such
+  gradients are zeroed here, because torch leaves them unwritten, or writes garbage on some GPUs
+  (pytorch#172439).
 - Each expert's weight is a separate parameter. The weights are stacked again for every product, so
   that no stacked copy takes memory between the forward and the backward pass.
 """
@@ -36,7 +36,8 @@ def forget_routing(layer: MoELayer, _inputs: object, _output: object) -> None:
     memory.
 
     This function is registered as a hook. It runs after the layer's forward pass, and again after
-    its backward pass, which with `recompute: feed_forward` repeats the forward pass.
+    its backward pass, in which `recompute: feed_forward` repeats the routing without a call of the
+    layer.
 
     The routing probabilities keep their autograd graph alive, and the graph keeps the layer's input
     and its gradient. Without this hook, 48 layers of Qwen3-30B-A3B with 20,480 tokens keep 9.7 GB

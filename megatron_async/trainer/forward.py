@@ -3,10 +3,10 @@
 Invariants
 - Log-probs are computed only for trained tokens, those with `loss_mask_T` != 0. Sequences without
   trained tokens are not run.
-- The loss of a batch is divided by counts of the whole batch (`Denominators`), so the losses of its
-  microbatches on all data-parallel ranks add up to it. If the loss of a microbatch is not finite,
-  its gradient is set to zero and the reason is reported, so that every rank still takes part in
-  every collective.
+- The loss of a minibatch is divided by counts of the whole minibatch (`Denominators`), so the
+  losses of its microbatches on all data-parallel ranks add up to it. If the loss of a microbatch is
+  not finite, its gradient is set to zero and the reason is reported, so that every rank still takes
+  part in every collective.
 - Between two microbatches, the host does not wait for the device: whether the losses were finite is
   read once, after the last microbatch.
 - Results are the same on every rank: the last pipeline stage computes them, its first tensor rank
@@ -67,10 +67,11 @@ class GradientResult:
     """Result of a gradient computation.
 
     Attributes:
-        metrics: Metrics of the loss, summed over all ranks. logprobs_T: Log-probs of the trained
-            tokens, from which the loss was computed; 0 for other tokens. reason: Why a loss of this
-            rank is not finite; None if all are finite. num_microbatches: Number of microbatches
-            that each rank ran.
+        metrics: Metrics of the loss, summed over all ranks.
+        logprobs_T: Log-probs of the trained tokens, from which the loss was computed; 0 for other
+            tokens.
+        reason: Why a loss of this rank is not finite; None if all are finite.
+        num_microbatches: Number of microbatches that each rank ran.
     """
 
     metrics: LossMetrics
@@ -134,10 +135,10 @@ class PolicyRunner:
         *,
         entropy: bool,
     ) -> GradientResult:
-        """Compute the gradient of a minibatch's loss in Megatron's gradient buffers, summed over
-        all ranks that share a parameter.
+        """Compute the gradient of a minibatch's loss in Megatron's gradient buffers, which must be
+        zero before, and sum it over all ranks that have computed a part of it.
 
-        The loss is computed on the last pipeline stage.
+        The loss is computed on the last pipeline stage, for every microbatch that is not a dummy.
 
         Args:
             batch: Minibatch that the algorithm has prepared.

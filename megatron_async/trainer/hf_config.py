@@ -1,8 +1,8 @@
 """Builds Megatron's TransformerConfig from an `Architecture` and the parallel settings.
 
 Invariants
-- The TransformerConfig is the same on all devices, except for the precision and for the fused
-  kernels that `capabilities.choose` finds available.
+- The TransformerConfig is the same on all devices, except for the precision and for the choice of
+  fused kernels, which depends on CUDA and on the result of `capabilities.choose`.
 """
 
 from collections.abc import Mapping
@@ -44,8 +44,8 @@ ALIKE: Final[Mapping[str, object]] = MappingProxyType(
         "moe_token_dispatcher_type": "alltoall",
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        # Megatron must only sum gradients: the loss is already divided by the number of tokens of
-        # the whole batch.
+        # Megatron must only sum gradients: the loss is already divided by counts of the whole
+        # minibatch.
         "calculate_per_token_loss": True,
     }
 )
@@ -55,8 +55,9 @@ ALIKE: Final[Mapping[str, object]] = MappingProxyType(
 def softmax_scale(a: Architecture) -> float | None:
     """Return the scale of attention scores; None for Megatron's default, 1 / sqrt(head_dim).
 
-    The scale includes YaRN's attention factor. YaRN applies this factor to sines and cosines, which
-    has the same effect, but Megatron's fused rotary embedding ignores it for packed sequences.
+    The scale includes YaRN's factor of attention scores. YaRN multiplies sines and cosines by the
+    square root of this factor instead, which has the same effect, but Megatron's fused rotary
+    embedding ignores that for packed sequences.
     """
     if a.rope.score_scale == 1:
         return a.attention_scale

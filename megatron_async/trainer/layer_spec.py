@@ -95,7 +95,7 @@ def _local_layer_spec(architecture: Architecture) -> ModuleSpec:
 
 def _local_feed_forward(architecture: Architecture, row_linear: type) -> ModuleSpec:
     """Return the specification of a local layer's feed-forward part, which is an MLP or a mixture
-    of experts. `row_linear` is the class of its second linear layer."""
+    of experts. `row_linear` is the class of an MLP's second linear layer."""
     if architecture.experts is not None:
         return ModuleSpec(
             module=MoELayer,
@@ -119,8 +119,8 @@ def _transformer_engine_layer_spec(
     architecture: Architecture, backends: Backends
 ) -> tuple[ModuleSpec, Any]:
     """Return the specification of Transformer Engine's layer, and the class of its norm. In this
-    layer, attention supports packed streams, and norms are fused into the linear layers after
-    them."""
+    layer, attention supports packed streams, and the norms before attention and before an MLP are
+    fused into the linear layers after them."""
     from megatron.core.extensions.transformer_engine import TENorm
 
     layer = get_gpt_layer_with_transformer_engine_spec(

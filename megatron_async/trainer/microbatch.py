@@ -46,7 +46,9 @@ def plan_microbatches(
     so far. The cost of the busiest rank is then at most 4/3 of the optimum (longest processing time
     rule, Graham 1969). Next, the sequences of each rank are packed by first-fit decreasing: in the
     order of falling cost, each into the first microbatch with enough tokens free. The rank that
-    needs the most microbatches determines the number for all ranks.
+    needs the most microbatches determines their number for all ranks. Finally, the sequences of
+    each rank are distributed over this number of microbatches, with nearly equal costs if the token
+    budget permits that.
 
     Args:
         lengths_S: Length of each sequence in tokens.
@@ -129,7 +131,7 @@ def _spread(
     """Distribute the sequences of one data-parallel rank over exactly `count` microbatches of
     nearly equal cost.
 
-    If a sequence does not fit into any microbatch on the way, return the microbatches of `packed`
+    If the token budget does not permit this distribution, return the microbatches of `packed`
     instead, with empty ones added.
 
     Args:

@@ -42,7 +42,7 @@ def matrices(model: PolicyModel) -> dict[Tensor, int | None]:
     Returns:
         A mapping from the tensor that the optimizer updates (its float32 copy of the weight, or the
         weight itself) to the dimension along which the weight is split over tensor ranks; None if
-        every tensor rank has the whole weight.
+        it is not split.
     """
     found: dict[Tensor, int | None] = {}
     for placed in local_parameters([model], model.architecture):

@@ -124,7 +124,8 @@ class TrainerOffloader:
         Args:
             trainer: Object with `wrapped` (Megatron's DistributedDataParallel) and `optimizer`
                 (Megatron's).
-            moves: Function that returns whether a tensor is moved, which it is if it is on a GPU.
+            moves: Function that returns whether a tensor is on a device that must be cleared. By
+                default, these are the tensors on a GPU.
         """
         self._trainer = trainer
         self._weights = HostCopies(moves)
@@ -178,8 +179,8 @@ def gradient_tensors(trainer: Any) -> Iterator[Tensor]:
 
 
 def optimizer_tensors(trainer: Any) -> Iterator[Tensor]:
-    """Yield the optimizer's copies of the weights, and its state (Adam's moments, Muon's
-    momentum)."""
+    """Yield the tensors that the optimizer updates (its copies of the weights or, in float32, the
+    weights themselves), and its state (Adam's moments, Muon's momentum)."""
     for part in optimizer_parts(trainer.optimizer):
         for group in part.optimizer.param_groups:
             yield from (parameter.data for parameter in group["params"])

@@ -3,7 +3,7 @@ finite.
 
 Invariants
 - Gradients are summed over data-parallel ranks and microbatches, and never averaged, because the
-  loss is already divided by counts of the whole batch. Megatron's setting
+  loss is already divided by counts of the whole minibatch. Megatron's setting
   `calculate_per_token_loss` turns its averaging off, and `finalize` in this module leaves out its
   division by token counts.
 - The learning rate is a pure function of the number of updates made, so it is neither saved nor
@@ -58,9 +58,9 @@ def wrap_data_parallel(
     """Wrap the model in Megatron's DistributedDataParallel, which sums gradients over data-parallel
     ranks.
 
-    Gradients are accumulated in contiguous float32 buffers. The functions that Megatron's pipeline
-    schedules call to sum gradients are set in the model's config. On GPUs, gradients are summed
-    over ranks while the backward pass continues; on a CPU, after it.
+    Gradients are accumulated in contiguous float32 buffers. The functions by which Megatron's
+    pipeline schedules delay and finish the sum over ranks are set in the model's config. On GPUs,
+    gradients are summed while the backward pass continues; on a CPU, after it.
     """
     transformer_config = model.config
     wrapped = DistributedDataParallel(
@@ -80,11 +80,13 @@ def wrap_data_parallel(
 def finalize(
     models: list[MegatronModule], _num_tokens: torch.Tensor | None = None, **groups: Any
 ) -> None:
-    """Sum the gradients of every parameter over all ranks that have a copy of it.
+    """Sum each parameter's gradient over all ranks that have computed a part of it.
 
-    These are the data-parallel ranks, for norms also the tensor ranks, and for a tied embedding
-    also the first and last pipeline stages. Megatron's function of this name would then divide by
-    the number of tokens. That is left out, because the loss is already divided by it.
+    These are the data-parallel ranks and, for a tied embedding, the first and last pipeline stages.
+    For norms and routers, they are also the tensor ranks, if each of them has processed only some
+    of the tokens (`parallel.sequence`) or heads (norms of queries and keys). Megatron's
+    `finalize_model_grads` would then divide by the number of tokens. That is left out, because the
+    loss is already divided.
     """
     finalize_model_grads(models, None, **groups)
 
@@ -229,8 +231,8 @@ def gradient_norm(optimizer: ChainedOptimizer) -> float:
 
 
 def _gradients_of(part: Any) -> list[torch.Tensor]:
-    """Return the gradients that this rank contributes to the gradient norm. Each element of the
-    model's gradient is contributed by exactly one rank."""
+    """Return the gradients that this rank contributes to the gradient norm. Of the ranks over
+    which the norm is summed, exactly one contributes each element of the model's gradient."""
     if hasattr(part, "get_grads_for_grad_norm"):  # The method's name in newer versions of Megatron.
         return list(part.get_grads_for_grad_norm())
     return list(part.get_main_grads_for_grad_norm())

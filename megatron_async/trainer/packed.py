@@ -64,7 +64,8 @@ def pack_inputs(
     """Build the model's inputs from a packed stream and a mask of the tokens whose log-probs are
     wanted.
 
-    The call waits for the device, because the number of these tokens must be known on the host.
+    The call waits for the device, because the host reads the number of these tokens and the borders
+    of the sequences.
 
     Args:
         token_ids_T: Tokens of all sequences.

@@ -7,8 +7,9 @@ Invariants
   farthest apart.
 - Experts are not split over tensor ranks (expert tensor parallel size 1). Expert parallelism
   spreads whole experts over the tensor and data ranks of a stage.
-- All ranks of one pipeline stage have the same seeds. Only the tensor-parallel random state of
-  Megatron's RNG tracker is different on each tensor rank, as Megatron requires.
+- All ranks of one pipeline stage have the same seeds. Only in Megatron's RNG tracker, the state of
+  tensor parallelism differs by tensor rank, and that of expert parallelism by expert rank, as
+  Megatron requires.
 """
 
 import math
@@ -30,8 +31,8 @@ from megatron_async.engines.nodes import RENDEZVOUS_VARIABLE
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.trainer.device import device_adapter, has_cuda, local_device
 
-# Additional time for a rank whose own time limit (`max_stall_seconds`) has passed: it disconnects
-# from the engine for which it has waited, and reports the failure to the other ranks.
+# Additional time for a busy rank whose own time limit (`max_stall_seconds`) has passed: it
+# disconnects from the engine for which it has waited, and joins the other ranks in the collective.
 _MARGIN_SECONDS = 60.0
 _PORT_SECONDS = 60.0
 
@@ -52,8 +53,9 @@ def collective_limit(trainer: TrainerConfig, max_stall_seconds: float) -> timede
     """Return the time limit of collectives, in which ranks may have to wait for one rank that is
     busy.
 
-    The limit is longer than `max_stall_seconds`, after which the busy rank itself fails. Its error
-    comes first and says what it has waited for; the other ranks do not know that.
+    The limit is longer than `max_stall_seconds`, after which the busy rank gives up. So it does
+    this before the other ranks time out, and can report what it has waited for, which the other
+    ranks do not know.
     """
     return timedelta(
         seconds=max(trainer.collective_timeout_seconds, max_stall_seconds + _MARGIN_SECONDS)
@@ -173,7 +175,7 @@ def rank_layout(device: torch.device) -> RankLayout:
 
 def seed_everything(seed: int) -> None:
     """Seed Python, NumPy, torch and Megatron's RNG tracker. As in Megatron-LM, each pipeline stage
-    gets another seed."""
+    gets a different seed."""
     stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(stage_seed)
     np.random.seed(stage_seed % 2**32)

@@ -121,7 +121,7 @@ class ReplicaCheck:
 
     def after_step(self, step: int) -> None:
         """Compare copies if `step` is the first step after this object's creation, or a multiple of
-        `every_steps`.
+        `every_steps`. If `every_steps` is 0, do nothing.
 
         Raises:
             ComponentFailure: Copies differ; raised on every rank.

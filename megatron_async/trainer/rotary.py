@@ -92,9 +92,9 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     """Return the frequencies θ^(−2i/d) for i < d/2, where θ is `rope.theta` and d is `head_dim` (Su
     et al., RoFormer, section 3.2.2), scaled by the method `rope.kind`.
 
-    "linear" divides all frequencies by `rope.factor`. "llama3" and "yarn" divide low frequencies by
-    `rope.factor`, leave high ones unchanged, and use a mean of both in between, whose weights
-    change linearly:
+    "default" does not scale them. "linear" divides all frequencies by `rope.factor`. "llama3" and
+    "yarn" divide low frequencies by `rope.factor`, leave high ones unchanged, and use a mean of
+    both in between, whose weights change linearly:
     - llama3, as in Llama 3.1's released code: a frequency is low if it makes fewer than
       `rope.low_freq_factor` rotations in the original context, and high if it makes more than
       `rope.high_freq_factor`. In between, the weights are linear in the number of rotations.

@@ -87,21 +87,24 @@ class StepReport:
     Attributes:
         step: Number of the batch, which is also the number of the policy version before it. After
             the batch, even a skipped one, the trainer's step is `step + 1`.
-        loss: Mean loss of the updates that were applied; 0 if none was. grad_norm: Gradient norm,
-            before clipping, of the last update that was applied; of the last update if none was.
-            learning_rate: Learning rate of the last update.
+        loss: Mean loss of the updates that were applied; 0 if none was.
+        grad_norm: Gradient norm, before clipping, of the last update that was applied; of the last
+            update if none was.
+        learning_rate: Learning rate of the last update; 0 if it was skipped before its gradient was
+            computed.
         updates: Number of updates that were applied.
         skipped_updates: Number of updates that were skipped.
         skipped: Whether no update was applied. The weights are then unchanged, and the caller must
             mark the batch as dropped with the reason nonfinite.
         skip_reason: Why the last skipped update was skipped; None if none was.
         num_tokens: Tokens of the batch, prompts included.
-        num_trained_tokens: Tokens of the batch that have a loss. num_microbatches: Number of
-            microbatches of all updates, on this rank.
+        num_trained_tokens: Tokens of the batch that have a loss.
+        num_microbatches: Number of microbatches of all updates, on this rank.
         seconds: Wall time on this rank.
-        metrics: Metrics of the algorithm, as means over the tokens of the whole batch. log_weights:
-            Logarithms of the importance weights, before any truncation, of all trained tokens. The
-            tokens of several updates follow each other.
+        metrics: Metrics of the algorithm. Those that are computed for each update are means over
+            the applied updates.
+        log_weights: Logarithms of the importance weights, before any truncation, of the trained
+            tokens of all applied updates, one update after the other.
     """
 
     step: int
@@ -271,8 +274,9 @@ class PolicyTrainer:
         """Train on a batch: compute advantages and correction, then apply all optimizer updates.
 
         There are `schedule.updates_per_batch` updates in each of `algorithm.epochs` epochs. An
-        update whose loss or gradient is not finite is skipped, counted and reported. If log-probs,
-        advantages or correction of the batch are not finite, the whole batch is skipped.
+        update whose loss or gradient is not finite is skipped, counted and reported. If the rewards
+        of the batch, or the log-probs from which rewards and correction are computed, are not
+        finite, the whole batch is skipped.
 
         Raises:
             ComponentFailure: `MAX_NONFINITE_STEPS` updates in a row were skipped, or copies of the
