@@ -2,14 +2,15 @@
 
 When one rank fails, torchrun restarts all ranks. One start of all ranks is called an attempt. It is
 identified by the port at which its ranks connect (MASTER_PORT), which torchrun chooses again for
-each attempt. Every attempt gets the next lineage number of the run. Restarts are counted by these
-numbers, because the torchrun agents of several nodes do not share a count.
+each attempt. Every attempt whose ranks have connected gets the next lineage number of the run.
+Restarts are counted by these numbers, because the torchrun agents of several nodes do not share a
+count.
 
 Invariants
 - A failure is stored with its attempt, so that the failure of an earlier attempt is never reported
   as the reason for which a later one ended.
-- A failure with a message for the user is written to the run directory. If it cannot be written,
-  because the disk is full, the rank still ends with the same exit code.
+- A failure with a message for the user is written to the run directory. If the disk accepts no
+  writes, the message is printed, and the rank still ends with the same exit code.
 - Each restart causes a warning with its cause and the checkpoint that was loaded. The warning
   appears on the console, in metrics.jsonl, in the report and in the trackers.
 """
@@ -39,10 +40,10 @@ def current_attempt() -> str:
 
 
 def begin_attempt(directory: RunDirectory) -> str:
-    """Mark the start of an attempt in the log. On rank 0, remove the failure that an earlier
-    attempt has stored, and return its message.
+    """Mark the start of an attempt in the log of each node. On rank 0, remove the failure that an
+    earlier attempt has stored, and return its message.
 
-    Call this before any work that can fail.
+    Call this before any work that can fail, so that errors of this attempt follow its mark.
 
     Returns:
         The message of the earlier failure; empty on other ranks, and if no failure was stored.

@@ -107,8 +107,8 @@ class TrainLoop:
                 continue
             waited = time.monotonic() - began
             if batch is None:
-                # The manager waits for an update: its engines have old weights and may not generate
-                # a batch with them.
+                # An engine waits for the current weights, because it is new or has loaded wrong
+                # ones.
                 self._publish()
                 continue
             self._step(batch, waited)
@@ -189,8 +189,8 @@ class TrainLoop:
     # ------------------------------------------------------------ weights
 
     def _publish(self) -> UpdateReport:
-        """Send the current weights to the engines and verify that the engines use them. If the
-        rollout manager dies, repeat this with the restarted one."""
+        """Send the current weights to the engines and, as `weights.verify` requires, verify that
+        the engines use them. If the rollout manager dies, repeat this with the restarted one."""
         # The loop ends, because a manager is restarted at most engines.max_restarts times. A lost
         # manager loses its engines too, so the whole update is repeated.
         while True:
@@ -257,7 +257,8 @@ class TrainLoop:
         """Evaluate version `number` and write the results.
 
         A request to stop ends the wait for the evaluation, which may take longer than the run has
-        time to stop. The next resume then repeats the evaluation.
+        time to stop, unless engines share the trainer's devices. The next resume then repeats the
+        evaluation.
         """
         try:
             found = self.rank_zero.run(lambda: self._link.evaluate(number))

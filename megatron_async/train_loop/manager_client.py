@@ -76,8 +76,8 @@ class RolloutLink(ABC):
         """
 
     def next_batch(self) -> TokenBatch | None:
-        """Wait for the next batch. Return None if engines have old weights with which they may not
-        generate a batch, so that the trainer must publish its weights first.
+        """Wait for the next batch. Return None if an engine, which is new or has loaded wrong
+        weights, must get the current weights before it serves requests.
 
         Raises:
             StopAsked: The run was asked to stop before a batch was ready.
@@ -107,9 +107,10 @@ class RolloutLink(ABC):
         with it and return these.
 
         Returns:
-            A batch of sampled tokens whose log-probs the trainer compares; None without `verify`.
+            A batch of sampled tokens, whose log-probs the trainer must pass to `verify_update`;
+            None without `verify`, or if no engine has sampled tokens.
         """
-        # Twice the limit: the engines may take as long to sample tokens as to load the weights.
+        # Twice the limit, because sampling may take as long as the transfer of the weights.
         limit = 2 * self._config.weights.timeout_seconds + _SLACK_SECONDS
         engines = list(engine_ids)
         return self._call(
@@ -125,8 +126,9 @@ class RolloutLink(ABC):
         Args:
             number: Version that was published.
             logprobs_T: The trainer's log-probs of the batch that `end_update` returned; None if it
-                returned None. float32: Whether the trainer computes in float32; otherwise it
-                computes in half precision.
+                returned None.
+            float32: Whether the trainer computes in float32; otherwise it computes in half
+                precision.
         """
         limit = self._config.weights.timeout_seconds + _SLACK_SECONDS
         return self._call(

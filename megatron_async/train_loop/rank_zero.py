@@ -24,7 +24,7 @@ _SLACK_SECONDS = 120.0
 
 
 def patience_seconds(config: RunConfig) -> float:
-    """Return for how many seconds the other ranks wait for rank 0 at most.
+    """Return the largest number of seconds for which the other ranks wait for rank 0.
 
     This is longer than every time limit of rank 0's own waits, so that rank 0 fails first and
     reports what it has waited for.

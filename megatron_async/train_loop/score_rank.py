@@ -1,9 +1,9 @@
-"""Entry point of one rank of `megatron-async score` under torchrun, as command `-m
-megatron_async.train_loop.score_rank RUN_DIR ROWS OUT`.
+"""Entry point of one rank of `megatron-async score`, which torchrun starts.
 
-It reads rows of `input_ids` and `loss_mask` from the file ROWS, and writes the log-probs of all
-tokens whose mask is 1 to the file OUT. The trainer's model computes them, in the parallel layout of
-the settings, without optimizer and gradients.
+The command is `-m megatron_async.train_loop.score_rank RUN_DIR ROWS OUT`. The rank reads rows of
+`input_ids` and `loss_mask` from the file ROWS, and writes the log-probs of all tokens whose mask is
+1 to the file OUT. The trainer's model computes them, in the parallel layout of the settings,
+without optimizer and gradients.
 
 Invariants
 - Every rank reads the same rows in the same order. Rank 0 writes the output file, completely or not
@@ -31,8 +31,8 @@ from megatron_async.train_loop.attempt import exit_code, leave
 from megatron_async.train_loop.sft_rank import example_batch
 
 _MICROBATCHES = 4
-"""Number of microbatches that each rank computes in one pass of the pipeline. With several, all
-pipeline stages are busy for most of the time."""
+"""Number of microbatches for each pipeline stage that a data-parallel rank computes in one pass of
+the pipeline. With several, all stages are busy for most of the time."""
 
 
 def read_sequences(path: Path | str, vocabulary: int) -> Iterator[WorkedExample]:

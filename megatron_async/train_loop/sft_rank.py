@@ -1,7 +1,7 @@
-"""Entry point of one rank of supervised fine-tuning under torchrun, as command `-m
-megatron_async.train_loop.sft_rank RUN_DIR DESTINATION`.
+"""Entry point of one rank of supervised fine-tuning, which torchrun starts.
 
-Every rank builds the same batches from the same seed, so no batch has to be sent between ranks.
+The command is `-m megatron_async.train_loop.sft_rank RUN_DIR DESTINATION`. Every rank builds
+the same batches from the same seed, so no batch has to be sent between ranks.
 """
 
 import sys
@@ -46,7 +46,8 @@ def batches_of(count: int, settings: SFTConfig, seed: int) -> list[npt.NDArray[n
 
 def example_batch(examples: Sequence[WorkedExample], step: int) -> TokenBatch:
     """Pack worked examples into one batch, in which the tokens of the responses are trained,
-    including the end-of-text token. `step` is the number of the batch."""
+    including the end-of-text token. If an example has `trained`, only the tokens that it marks are
+    trained. `step` is the number of the batch."""
     lengths = [len(e.prompt_ids) + len(e.response_ids) for e in examples]
     cu_S1 = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     trained = [np.ones(len(e.response_ids)) if e.trained is None else e.trained for e in examples]

@@ -2,12 +2,13 @@
 
 A run can be asked to stop in two ways: by sending SIGUSR2 to the trainer ranks, or by creating the
 file whose path is in the environment variable `MEGATRON_ASYNC_STOP_FILE`. The scripts in `launch/`
-create the file, because it has two advantages: a process that starts later finds it too, whereas
-the signal would kill a process that has not installed its handler yet.
+create the file: a process that starts later finds it too, whereas the signal would kill a process
+that has not installed its handler yet.
 
 Invariants
-- A request does not interrupt any work. The training loop checks for it between steps, and while it
-  waits for a batch or an evaluation.
+- A request does not interrupt any work. The training loop checks for it between steps, while it
+  waits for a batch and, unless engines share the trainer's devices, while it waits for an
+  evaluation.
 - All ranks stop together: if any rank was asked, `asked_anywhere` returns True on every rank.
 """
 
