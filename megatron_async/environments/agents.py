@@ -11,8 +11,8 @@ Invariants
   that still wait for a response at that moment are refused. No error message about a program
   contains its key.
 - A call that cannot become a turn (too long for an engine, over a limit, or the chat template
-  fails) is refused, and the program may continue. Only the value that the program returns, or the
-  exception that it raises, ends its episode.
+  fails) is refused, and the program may continue. An episode ends when its program returns a value
+  or raises an exception, or when the program does neither in time (`episode.step_seconds`).
 - To restore an episode, its program is run again from its start. A call that it repeats gets the
   stored response. Stored turns whose calls the program does not repeat are listed in the field
   `abandoned` of the last `StepResult`, and are not trained on.
@@ -354,8 +354,8 @@ class AgentWorker:
         Returns:
             Which turn the call continues (`Match`), the tokens that it adds, and its options as
             JSON, which are stored with the turn. None if the program ends. Also None if a call was
-            refused as too long or over a limit, and `episode.step_seconds` later the program has
-            neither made an acceptable call nor ended.
+            refused as too long or over a limit, and the program neither makes an acceptable call
+            nor ends within `episode.step_seconds` from the start of this wait.
 
         Raises:
             EnvironmentFault: The program neither made a call nor ended for `episode.step_seconds`.
@@ -415,9 +415,11 @@ class AgentWorker:
         long or over a limit. It is also 0 if the program returned nothing and the setting `reward`
         names a scorer, which then rewards the episode.
 
+        After such a refusal, an invalid or missing reward also counts as 0.
+
         Raises:
-            EnvironmentFault: The program failed without such a refusal, returned an invalid reward,
-                or returned nothing although no scorer is set.
+            EnvironmentFault: Without such a refusal, the program failed, returned an invalid
+                reward, or returned nothing although no scorer is set. Or it canceled its own task.
         """
         shown = self._settings.display_name
         if not attempt.program.done():
@@ -447,12 +449,11 @@ class AgentWorker:
         )
 
     def _needless_forks(self, attempt: _Attempt) -> tuple[str, ...]:
-        """Return a warning if each call after the first started a new branch of the episode.
+        """Return a warning if each call after the first changed earlier messages or tools.
 
-        This happens if the program changes earlier messages or tools in every call. Each branch is
-        a separate sequence to train on, but a program that only appends messages to its earlier
-        calls has a single branch. Returns nothing if some call continued a branch, or if the
-        program made too few calls to tell.
+        Each such call starts a new branch of the episode, which is a separate sequence to train on.
+        A program that only appends messages to its earlier calls has a single branch. The result is
+        empty if some call changed nothing, or if there are too few calls to tell.
         """
         forks = attempt.calls.forks
         changed = [fork for fork in forks if fork.why in ("answer", "message", "tools")]

@@ -32,7 +32,7 @@ class Call:
 
     Attributes:
         request: The call's messages and options. For a stored turn of an earlier attempt, the
-            messages are only those of the first turn of its branch, which include the tools.
+            messages are only those of the first turn of its branch, from which `tools` is read.
         clients: Number of HTTP requests that wait for the response.
         received: Whether a client is assumed to have received the response at least in part.
         delivered: Whether the whole response was sent and its connection was not reset. The client
@@ -213,7 +213,7 @@ class AgentCalls:
         """Return counts for metrics, and reset them to zero.
 
         They are the number of forks (calls that started a new branch), also by reason, and the
-        number of stored turns whose calls were repeated.
+        number of repeated calls that were answered with a stored response.
         """
         popped, self.counts = self.counts, Counter()
         return popped

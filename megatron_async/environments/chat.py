@@ -1,9 +1,10 @@
 """Parses requests of the OpenAI chat API, and formats the policy's responses as replies of the API.
 
 Functions of this module have no side effects. `checked_call` parses and checks a request once. A
-parameter that this API does not support is refused with an error message, never ignored silently.
-Only sampling parameters, such as the temperature, may differ: the run's settings are used in place
-of the request's values, and the user gets a notice.
+parameter that this API does not support is refused with an error message. For sampling parameters,
+such as the temperature, the run's settings are used in place of the request's values, and `seed`
+and `reasoning_effort` have no effect; the user gets a notice of both. A few other parameters, such
+as `user` and `metadata`, are ignored without a notice.
 
 Invariants
 - A parsed message has the form that chat templates expect: text content, and tool calls whose

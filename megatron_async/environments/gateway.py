@@ -125,8 +125,8 @@ class Gateway:
         self._connections[connection] = self._unauthenticated[connection] = None
         if len(self._unauthenticated) > _MAX_UNAUTHENTICATED:
             oldest = next(iter(self._unauthenticated))
-            # Remove the connection now. aiohttp calls `disconnected` later, perhaps only after many
-            # more connections.
+            # Remove the connection now, because `disconnected` is called later, perhaps only after
+            # many more connections.
             del self._unauthenticated[oldest]
             oldest.drop()
         if len(self._connections) > self._max_connections:
@@ -221,8 +221,8 @@ class Gateway:
         call.clients += 1
         try:
             answer = await asyncio.shield(call.answer)
-            # Set this before the reply is sent. Otherwise the client might receive the reply and
-            # send an equal request before this coroutine continues, and get the same call again.
+            # Set this before the reply is sent, because the client may send its next request before
+            # this coroutine runs again. If sending fails, it is reset below.
             call.received = True
             try:
                 if connection.has_left():
@@ -293,8 +293,8 @@ class _Connection(web.RequestHandler):
         super().connection_lost(exc)
         self._gateway.disconnected(self)
         if self.answered is not None and isinstance(exc, ConnectionError):
-            # The client closed the connection before it read the whole reply. It counts as having
-            # received a streamed response, since at least one event was sent, but no other one.
+            # The client closed the connection before it read the whole reply. A streamed response
+            # still counts as received, since events were sent; any other response does not.
             self.answered.delivered = False
             self.answered.received = self.streamed
 

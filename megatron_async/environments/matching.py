@@ -31,10 +31,10 @@ class Fork:
 
     Attributes:
         why: `repeated`: an earlier call had the same messages. `shortened`: the call's messages are
-            the beginning of an earlier conversation. `thread`: the call starts a new conversation,
-            with a first message that no earlier conversation has. `tools`: the call offers other
-            tools. `answer`: a response of the policy was changed. `message`: another message was
-            changed.
+            the beginning of an earlier conversation. `tools`: the call offers other tools.
+            `thread`: the call starts a new conversation: it has no messages of the policy, and no
+            earlier conversation has its first message. `answer`: a response of the policy was
+            changed. `message`: another message was changed.
         at: Index of the first message in which the call differs from an earlier conversation.
         was: The earlier conversation's message at `at`, as JSON; empty if it ended there.
         now: The call's message at `at`, as JSON; empty if the call has no more messages.
@@ -85,7 +85,7 @@ class Branches:
         self._continued: set[int | None] = set()
 
     def match(self, messages: Sequence[Message]) -> Match:
-        """Return which turn a call with `messages` continues, and why it forks if it does."""
+        """Return which turn a call with `messages` continues, its new messages, and any fork."""
         chain = _chain(_START, messages)
         parent, matched = None, 0
         for length in range(len(messages), 0, -1):

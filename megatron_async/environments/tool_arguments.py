@@ -141,7 +141,7 @@ def converted(hint: Any, given: Any) -> Any:
 
 
 def _readings(given: Any) -> Iterator[Any]:
-    """Yield `given`, then another value that it may stand for.
+    """Yield `given`, then the other value that it may stand for, if there is one.
 
     A text may stand for the value of which it is the JSON, and a float without a fraction for an
     integer.

@@ -71,7 +71,8 @@ def tools_of(environment: Any, name: str) -> dict[str, Tool]:
         if isinstance(found, _NO_METHODS) or inspect.isdatadescriptor(found):
             continue
         if not hasattr(found, "__get__"):
-            # This is a callable value but not a method, for example an alias of a type.
+            # A value without `__get__` is not a method, even if it is callable, as an alias of a
+            # type is.
             continue
         try:
             tool = getattr(environment, method)

@@ -118,8 +118,8 @@ class TrialEpisode:
         opening: Number of tokens before the first response.
         text: Text of these tokens.
         observation: Number of tokens between two responses. For an environment, these are the
-            tokens of its reply to the first response; for an agent, the most that any of its calls
-            added. 0 if no second turn was reached.
+            tokens of its reply to the first response; for an agent, the most that any call after
+            the first added. 0 if there was no such reply or call.
         differs: Whether a second episode of the same row started with other messages.
         rewards: Whether the environment can give rewards.
     """
@@ -188,7 +188,7 @@ class EnvironmentWorker:
         Args:
             key: Key of the new episode.
             payload: Payload of the task's prompt, from which the environment's row is made.
-            _room: Not used; agents' workers have this parameter.
+            _room: Not used; it is the `input_budget` of agents' workers.
 
         Raises:
             EnvironmentFault: The environment failed.

@@ -7,9 +7,9 @@ Invariants
 - An episode belongs to one worker, chosen by its number. A worker that dies is started again, and
   then has no open episodes.
 - Each call has a time limit, which covers the time limits inside the worker and its queue.
-- A call whose worker dies is repeated on a restored environment. In the last attempt, no other call
-  to the same worker runs. So if the worker dies again, this episode is the cause: only it fails,
-  and not the other episodes, whose calls would have died with the worker.
+- A call whose worker dies is repeated on a restored environment. The last attempt runs while no
+  other episode begins or steps in the worker. So an episode that kills its worker makes only itself
+  fail, because it cannot disturb the last attempts of other episodes.
 - The key of an episode is registered before its worker is called to begin it. So `forget` closes
   the episode even if the caller of `begin` is canceled or fails while the worker starts the
   episode.
@@ -228,8 +228,8 @@ class EpisodeSessions:
             input_budget: Number of tokens that the next turn's input may add to its branch.
             last: Whether a limit of the episode is reached, so that there is no next turn.
             logprobs: Log-probability of each token of the response; only agents need them.
-            may_repeat: Whether an earlier rollout process may already have sent this response.
-                Sending it is then counted as a repetition.
+            may_repeat: Whether an earlier caller, which did not store the reply, may already have
+                sent this response. Sending it is then counted as a repetition.
 
         Raises:
             EnvironmentFault: The environment or agent failed, or its worker died three times.
@@ -300,7 +300,8 @@ class EpisodeSessions:
     async def _with_retries(self, number: int, call: Callable[[], Awaitable[T]]) -> T:
         """Await `call()` for episode `number`, and repeat it if the worker dies; return the result.
 
-        During the last attempt, no other call to the worker runs.
+        It is also repeated if the worker does not have the episode. During the last attempt after
+        deaths, no other episode begins or steps in the worker.
 
         Raises:
             EnvironmentFault: The worker died during each of `_MAX_ATTEMPTS` attempts.
@@ -324,7 +325,7 @@ class EpisodeSessions:
                     raise EnvironmentFault(
                         f"the worker of this episode died {_MAX_ATTEMPTS} times: {error}"
                     ) from error
-            # Remove the key, which makes the next attempt restore the episode.
+            # Remove the key, which makes the next attempt of a step restore the episode.
             self._keys.pop(number, None)
 
     def _new_key(self, number: int) -> str:
