@@ -35,9 +35,9 @@ The remote objects of a run, and how they recover after a kill:
 - Engine: its trajectories continue on other engines. A new engine gets no requests before it has
   the current weights. The run ends when no engine remains and none may be restarted.
 - Scorer: on one machine, a `ScorerWorker` is in the manager's process and restarts its scorer
-  process. If the process dies during a score, the score is requested again, up to two times in
-  total, or three times with an asynchronous scorer; then it counts as failed. On several machines,
-  a call whose worker is lost is made up to five times.
+  process. A score during which the process dies is tried up to two times, or three times if its
+  reward is asynchronous; then it counts as failed. On several machines, a call whose worker is lost
+  is made up to five times.
 - Environment or agent: a call whose worker dies is made up to three times. During the last attempt,
   the worker runs no other call. If this attempt fails too, or the episode cannot be restored, the
   episode has failed, and the setting `episode.on_failure` decides what follows.
@@ -64,7 +64,10 @@ R = TypeVar("R")
 
 
 class RemoteObjectLost(ProcessKilled):
-    """Error of a call during which the remote object's process died; it may be started again."""
+    """Error of a call to a remote object whose process died, or was not found by its name.
+
+    The process may be starting again.
+    """
 
 
 class RemoteObjectDead(RemoteObjectLost):
@@ -190,5 +193,5 @@ class ProcessBackend(Protocol):
     def close(self) -> None:
         """Stop using the backend in this process, and end the remote objects that it started.
 
-        Other processes can still use the backend. It ends with the process that opened it.
+        For other processes, the backend ends with the process that opened it.
         """

@@ -50,8 +50,9 @@ def module_command(module: str, *arguments: str) -> list[str]:
 def after_fork(parent_death: signal.Signals) -> Callable[[], None]:
     """Return a `preexec_fn` by which a child gets the signal `parent_death` when its parent ends.
 
-    It is meant for programs of other projects, which cannot watch a lifeline (see the module). The
-    child also ignores SIGUSR2, which requests that a run stop and must not kill any process.
+    The parent in this sense is the thread that started the child. The function is meant for
+    programs of other projects, which cannot watch a lifeline (see the module). The child also
+    ignores SIGUSR2, which requests that a run stop and must not kill any process.
     """
     return partial(_prepare, parent_death)
 
@@ -176,15 +177,16 @@ class ChildProcess(subprocess.Popen[bytes]):
     def why(self) -> str:
         """Return why the process ended, as the end of a message that says that it ended.
 
-        The result is a known cause that is found in the log, or else the last lines of the log.
+        The result is the cause that `cause_in_log` finds in the log, or else the log's last lines.
+        The path of the log is added.
         """
         return self._why(self.output())
 
     def _why(self, text: str) -> str:
         """Return why the process ended, as the end of a message that says that it ended.
 
-        The result is a known cause that is found in the process's output `text`, or else the last
-        lines of `text`. The path of the log is added.
+        The result is the cause that `cause_in_log` finds in the process's output `text`, or else
+        the last lines of `text`. The path of the log is added.
         """
         cause = cause_in_log(text)
         if cause is not None:
@@ -195,7 +197,7 @@ class ChildProcess(subprocess.Popen[bytes]):
         return f"; the end of its log ({self.log}):\n{tail.strip()}"
 
     def failure(self, what: str) -> ComponentFailure:
-        """Return an error that says how the process `what`, so called in the message, ended."""
+        """Return an error that says how and why the process ended; it calls the process `what`."""
         code, text = self.poll(), self.output()
         ended = "failed" if code is None else describe_exit(code)
         if code is not None and code < 0 and cause_in_log(text) is None:

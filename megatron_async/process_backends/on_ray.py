@@ -1,9 +1,9 @@
 """Provides the Ray process backend: objects in Ray actors, on any node of a cluster.
 
-In a launch on several machines, the machine of the trainer is also a node of the Ray cluster,
-because a process can use a cluster only through a node on its own machine. The launch scripts give
-this node a label, which keeps actors off it. In a cluster whose nodes have no such label, actors
-may be placed on every node.
+In a launch on several machines, each trainer machine is also a node of the Ray cluster, because a
+process can use a cluster only through a node on its own machine. The launcher
+(`launcher/node.py`) gives these nodes a label, which keeps actors off them. In a cluster whose
+nodes have no such label, actors may be placed on every node.
 """
 
 import time

@@ -6,9 +6,9 @@ Invariants
 - A server replies only to processes of its own user, whatever the permissions of the socket's file
   are.
 - A handler continues if its caller disconnects.
-- A connection that cannot be made, or that breaks before the reply, raises `Broken`, because this
-  means that the server has died. Connecting is retried only if too many calls wait in the socket:
-  the server then exists, but it is stopped or slow.
+- A connection that cannot be made, or that breaks before the reply, raises `Broken`, because the
+  server then does not exist or has died. Connecting is retried only if too many calls wait in the
+  socket: the server then exists, but it is stopped or slow.
 """
 
 import asyncio
