@@ -1,9 +1,9 @@
 """Defines the protocol of an object that scores responses, and the names of scoring failures.
 
 Invariants
-- A failed score has the reward that the settings choose for failures: 0, or `None` to drop the
-  trajectory. The details of the score contain the kind of failure, which metrics count, so that no
-  failure goes unnoticed.
+- A failed score has the reward 0 or, if the settings choose so for its kind of failure, `None` to
+  drop the trajectory (see `jobs`). The details of the score contain the kind of failure, which
+  metrics count, so that no failure goes unnoticed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ SCORER_FAULTS: Final = MappingProxyType({**SCORE_FAILURES, "stray_output": "scor
 `stray_output` counts packets on the scorer process's reply socket that were not replies."""
 
 CONVERSATIONS: Final = "conversations"
-"""Key of a prompt's payload; its value has the chat messages of each response's episode."""
+"""Key of a prompt's payload; its value has, for each response, its episode's list of messages."""
 COST: Final = "cost"
 """Name of the score component with the price paid to a service for a score; metrics sum it."""
 

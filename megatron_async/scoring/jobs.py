@@ -113,8 +113,9 @@ def combine_scores(
 def _sum(rewards: Sequence[RewardConfig], scores: Sequence[ResponseScore]) -> ResponseScore:
     """Add up the scores that one response got from the rewards, each times its weight.
 
-    The total is None if one of the scores is None. With several rewards, the names of the details
-    start with the name of the reward.
+    The total is None if one of the scores is None. With several rewards, the names of components
+    start with the name of their reward, and the details also have the score of each reward. Counts
+    of faults are summed over the rewards.
     """
     seconds = sum(score.seconds for score in scores)
     detail: dict[str, float] = {}

@@ -224,7 +224,7 @@ class ScorerPool:
         """Return the number of queued jobs that the next idle worker gets, at least one.
 
         A worker gets at most its equal share of the queue, and at most as many jobs as take
-        `_BATCH_SECONDS` together.
+        `_BATCH_SECONDS` together. It gets one job if the time of a job is not known yet.
         """
         seconds = self.size.seconds
         most = int(min(_BATCH_SECONDS / seconds, _MAX_BATCH)) if seconds else 1

@@ -4,9 +4,9 @@ A scorer process runs reward functions. Its parent process, the keeper, kills ev
 scorer process leaves behind (see `process_main`).
 
 Invariants
-- A reply is accepted only if it comes from the process that reported ready, which the kernel
-  verifies for every packet, and has the random ID of a pending request. All other packets on the
-  reply socket are discarded and counted in `stray`, so that a reward function cannot forge a score.
+- A reply is accepted only if it comes from the process that reported ready (the kernel names the
+  sender of every packet) and has the random ID of a pending request. All other packets on the reply
+  socket are discarded and counted in `stray`. So no other process can forge a score.
 - Every wait has a time limit, even while stray packets keep arriving.
 - After `end`, no process that the scorer process started is left.
 - The handle belongs to one event loop and never blocks it. Only `end` blocks; `finish` calls `end`
@@ -116,7 +116,8 @@ class ScorerProcess:
         self._loop = asyncio.get_running_loop()
         self._unsent = bytearray()
         self._ending = threading.Lock()
-        # Futures of pending replies by request ID. Their result is None if the process has ended.
+        # Futures of pending replies by request ID. `stop` sets their result to None, also when the
+        # process has ended.
         self._started: asyncio.Future[Reply | None] = self._loop.create_future()
         self._replies = {START_ID: self._started}
         for descriptor in (self._channel.fileno(), self._ended):

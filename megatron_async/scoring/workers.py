@@ -8,8 +8,8 @@ Invariants
 - A job whose process died is tried again, so that no response loses its reward because the process
   was killed from outside. Asynchronous jobs share a process. Their last tries run one after the
   other, so that a job that always kills the process does not end the last tries of other jobs. If
-  the last try fails, the job gets failed scores, which are counted (see `jobs.failed`). Stray
-  packets on the reply socket are counted too (`stray_output`).
+  the last try fails, or a try exceeds the time limit, the job gets failed scores, which are counted
+  (see `jobs.failed`). Stray packets on the reply socket are counted too (`stray_output`).
 - A response never gets the reward of another response, because replies are matched to requests by
   random IDs (see `process`).
 - After `close`, no process is left, including processes that a reward function started.

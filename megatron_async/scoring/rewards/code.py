@@ -148,8 +148,8 @@ def _defines(source: str, name: str) -> int:
     """Return how well the Python text `source` defines `name` at its top level, from 0 to 3.
 
     Returns:
-        3 if it defines a function or class with that name; 2 if it assigns the name; 1 if it only
-        imports the name, as a block with tests of the solution may do; 0 if it does none of these
+        3 if it defines a function or class with that name; 1 if it imports the name, as a block
+        with tests of the solution may do; 2 if it only assigns the name; 0 if it does none of these
         or is not Python.
     """
     try:

@@ -54,8 +54,8 @@ class _Fence:
     Attributes:
         marks: The backticks or tildes of the fence.
         tag: Language tag in lower case; empty if the fence has none.
-        indent: Number of characters between the last quotation mark, or the start of the line, and
-            the fence.
+        indent: Number of characters before the fence on its line, counted after the last quotation
+            mark and one blank behind that mark.
         quotes: Number of quotation marks (`>`) before the fence.
     """
 

@@ -89,7 +89,7 @@ class Regex(Settings):
         pattern = re.compile(self.pattern, re.DOTALL | re.MULTILINE)
 
         def score(sample: Sample) -> Returned:
-            """Return 1 if the pattern matches and its group `answer`, if any, equals the answer."""
+            """Return 1 if the pattern matches and its group `answer`, if any, is right, else 0."""
             found = None
             for found in pattern.finditer(sample.response):  # noqa: B007 - finds the last match
                 pass
@@ -139,7 +139,7 @@ def mathematically_equal(reference: str, answer: str) -> bool:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     if exactly_equal(reference, answer):
         return True
-    # math-verify reads a text as LaTeX only between dollar signs. Numbers are found there too.
+    # Between dollar signs, math-verify reads a text as LaTeX. It finds a bare number there too.
     gold, found = (parse(f"${text}$", parsing_timeout=None) for text in (reference, answer))
     return bool(verify(gold, found, timeout_seconds=None))
 

@@ -7,8 +7,9 @@ Invariants
   pool of connections.
 - A request that the service refuses temporarily (status 429 or 5xx), or that cannot reach the
   service, is repeated with growing pauses, within the time limit of the score. After the last try,
-  or after a reply that is too large, the service counts as unavailable. This is not the response's
-  fault, so the setting `task.on_scorer_timeout` decides what becomes of the trajectory.
+  the service counts as unavailable. So does, without another try, a service whose reply has any
+  other error status, is too large or is not JSON. This is not the response's fault, so the setting
+  `task.on_scorer_timeout` decides what becomes of the trajectory.
 - A redirect after which the request would be sent without its body counts as a failure, because the
   reply would not be a score of the response.
 - The address is used exactly as the setting gives it. The proxy variables of the environment are

@@ -27,7 +27,8 @@ from megatron_async.errors import UserError
 from megatron_async.process_backends.child_process import ChildProcess
 
 LAUNCHER: Final = Path(__file__).with_name("launcher.py")
-_END_SECONDS: Final = 10.0  # Time limit in seconds for the launcher to end all processes.
+# Time limit in seconds for the launcher to end all processes, also on a busy machine.
+_END_SECONDS: Final = 10.0
 _PROBE_SECONDS: Final = 20.0
 _PIECE_BYTES: Final = 1 << 16
 OUTPUT_BYTES: Final = 64 << 10
