@@ -39,8 +39,8 @@ The remote objects of a run, and how they recover after a kill:
   reward is asynchronous; then it counts as failed. On several machines, a call whose worker is lost
   is made up to five times.
 - Environment or agent: a call whose worker dies is made up to three times. During the last attempt,
-  the worker runs no other call. If this attempt fails too, or the episode cannot be restored, the
-  episode has failed, and the setting `episode.on_failure` decides what follows.
+  no other episode begins or steps in the worker. If this attempt fails too, or the episode cannot
+  be restored, the episode has failed, and the setting `episode.on_failure` decides what follows.
 - Trainer rank: backends do not start it. torchrun restarts all ranks, `trainer.max_restarts` times
   (0 by default). The ranks then restore the newest checkpoint on a new lineage and attach to the
   manager, which has continued generating. `train_loop/attempt.py` describes this.

@@ -23,7 +23,7 @@ from megatron_async.runtime.garbage_collection import gc_disabled
 async def _serve(listening: socket.socket) -> None:
     """Build the object from standard input, and serve calls to it on the socket forever."""
     # Unpickling the class imports its module and everything that the module imports. Garbage
-    # collection would slow down these imports and find nothing.
+    # collection would slow down these imports and find hardly anything.
     with gc_disabled(frozen=True):
         what, arguments = pickle.load(sys.stdin.buffer)
     remote = HostedObject(what, *arguments)
