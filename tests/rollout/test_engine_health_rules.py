@@ -327,14 +327,14 @@ ROWS: dict[str, tuple[Callable[[], bool], Callable[[], bool]] | str] = {
         lambda: own_fault(*[False] * 5),
         lambda: own_fault(*[False] * 4, True),
     ),
-    "six engines in a row die before a prompt's first token": (
+    "six times, an engine (the same or different ones) dies while it runs a prompt": (
         lambda: ended_engines(*[True] * 6),
         lambda: ended_engines(*[True] * 5, False),
     ),
     "one response gets no token for 5 × `engines.hang_timeout_seconds`": (
         "rollout/test_generation.py::test_request_is_cut_off_and_its_engine_kept_when_it_is_silent"
     ),
-    "an aborted request does not end within 10 × 2 s": (
+    "an aborted request has not ended after ten periods of 2 s": (
         "rollout/test_generation.py::test_request_is_cut_off_and_its_engine_kept_when_an_abort_is_ignored"
     ),
     "the engine reports no parameters": (
