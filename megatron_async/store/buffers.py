@@ -6,7 +6,7 @@ The buffer of a trajectory is flushed (passed to the writer thread as one chunk)
 Invariants
 - A chunk that is flushed with its trajectory's row is written in one transaction with that row.
 - While an event loop runs, a timer flushes buffers that are older than `CHUNK_SECONDS`. Without an
-  event loop there is no timer, so old buffers stay until tokens of any trajectory are appended.
+  event loop there is no timer; the next append to any trajectory flushes the old buffers.
 """
 
 import asyncio

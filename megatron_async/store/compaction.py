@@ -22,9 +22,9 @@ Invariants
   compaction deletes them.
 - Only one compaction runs at a time. If it fails, the next call of `finish` raises its error.
   `finish` is always called before the next compaction starts and before the store is closed.
-- Each job and each wait for another thread has a time limit, so `finish` cannot wait forever. A
-  thread that still writes lines after its limit keeps the store locked until it ends, so that no
-  other process appends to the file.
+- Every wait for the disk or for another thread that uses files has a time limit, so `finish`
+  cannot wait forever. A thread that still writes lines after its limit keeps the store locked until
+  it ends, so that no other process appends to the file.
 - Records in memory are deleted only after the removal of their rows is committed.
 """
 
@@ -66,8 +66,9 @@ class Plan:
 
     Attributes:
         groups: Ids of the groups, in the order in which they are removed.
-        consumed_by: For each trajectory that is consumed on the current lineage and at every
-            restorable checkpoint, the batch that consumed it on the current lineage.
+        consumed_by: For each trajectory that is consumed on the current lineage, at the checkpoint
+            `oldest` of `plan` and at every restorable checkpoint, the batch that consumed it on the
+            current lineage.
         batches_of: For each trajectory, the keys of all batches (of any lineage) that contain it.
         restorable: The checkpoints that can still be restored. None of them needs these groups.
     """

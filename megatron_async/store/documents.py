@@ -65,7 +65,8 @@ class Document:
 class Counters(Document):
     """The store's counters of used ids and read prompts, which survive the removal of rows.
 
-    They are changed only when groups are added, on the thread of the event loop.
+    They change when groups are added, on the thread of the event loop. If a replica or an empty
+    store replaces the database, they also advance past the ids of the lost groups.
 
     Attributes:
         next_group: The id that the next new group gets.

@@ -162,7 +162,7 @@ class EpisodeWriter:
         outcome: TurnOutcome | None = None,
         abandoned: Sequence[int] = (),
     ) -> None:
-        """Finish an episode: store its end and, from the environment's last reply, a reward.
+        """Store the environment's last reply: the reward of the newest turn, and the episode's end.
 
         Args:
             call: The key that `begin_step` returned.

@@ -9,9 +9,9 @@ a copy of the database.
     RUN/store.json                     the node and the path of the current database
 
 Invariants
-- The database is on a file system that only one node uses, because SQLite's write-ahead log needs
-  memory that only processes of one node can share. Only the setting `store.directory` can override
-  this.
+- The database is not on a file system that is known to be shared between nodes, because SQLite's
+  write-ahead log needs memory that only processes of one node can share. Only the setting
+  `store.directory` can override this.
 - A database that store.json does not name is outdated, since the run has continued with another
   database.
 - A process that is not on the database's node reads the replica.
@@ -65,18 +65,19 @@ class StoreLocation:
 
     @property
     def export_file(self) -> Path:
-        """Path of the JSONL file with the trajectories that are no longer in the database."""
+        """Path of the JSONL file to which compaction moves old trajectories from the database."""
         return schema.export_file(self.run_file)
 
 
 def location_of_writer(run_file: Path, directory: str) -> StoreLocation:
     """Return where the database of the store `run_file` belongs if it is written on this node.
 
-    If `directory` is set, the database belongs in a folder for this run below it. If it is empty,
-    the database belongs in the run directory or in a folder below the temporary directory. Of
-    these two, a directory that is known to be on a local disk is preferred. If neither is known to
-    be local, one that is not known to be shared between nodes is chosen. If both are local, or
-    nothing is known about either, the run directory is chosen.
+    If `directory` is set, the database belongs in a folder for this run below it, or in the run
+    directory if `directory` is the run directory. If it is empty, the database belongs in the run
+    directory or in a folder below the temporary directory. Of these two, a directory that is known
+    to be on a local disk is preferred. If neither is known to be local, one that is not known to be
+    shared between nodes is chosen. If both are local, or nothing is known about either, the run
+    directory is chosen.
 
     Args:
         run_file: The store's name, RUN/trajectories.sqlite.

@@ -77,20 +77,20 @@ class StoreContent:
     trajectories: dict[int, TrajectoryRow]
 
     def batched_steps(self, consumption: Consumption) -> dict[int, int]:
-        """Return, by trajectory id, the step of the batch in which each trajectory was trained.
+        """Return, by trajectory id, the step of each trajectory's batch, if `consumption` has it.
 
-        Only trajectories in a batch that is part of `consumption` are included.
+        Trajectories that are in no batch of `consumption` are left out.
         """
         return {i: batch.step for i, batch in consumed_by(self.batches, consumption).items()}
 
 
 def consumed_by(batches: Iterable[BatchRow], consumption: Consumption) -> dict[int, BatchRow]:
-    """Return, by trajectory id, the batch in which each trajectory was trained.
+    """Return, by trajectory id, the batch in `consumption` that contains the trajectory.
 
     Args:
         batches: Batches to look at, of any lineage.
-        consumption: The batches on which the weights of one policy version were trained; other
-            batches are ignored.
+        consumption: The set of batches that count, which are those consumed at one policy version;
+            other batches are ignored.
     """
     return {
         trajectory_id: batch
@@ -363,7 +363,7 @@ class StoreReader:
 
     @property
     def export_file(self) -> Path:
-        """Path of the JSONL file with the trajectories that are no longer in the database."""
+        """Path of the JSONL file to which compaction moves old trajectories from the database."""
         return schema.export_file(self._run_file)
 
     def at_one_moment(self) -> AbstractContextManager[None]:

@@ -49,7 +49,7 @@ _UNFINISHED = {"finish_reason": None, "reward": None, "reward_detail": "{}"}
 
 
 class SupersededRequest(ValueError):
-    """Raised when a request or call tries to change a trajectory whose current one it is not."""
+    """Raised when a request or call other than a trajectory's current one tries to change it."""
 
 
 class Author(NamedTuple):
@@ -149,12 +149,15 @@ class TrajectoryRecord:
 
     @property
     def shown_state(self) -> TrajectoryState:
-        """The trajectory's state on the current lineage: `batched` if it is in a batch there."""
+        """The trajectory's state on the current lineage, which may be `batched`.
+
+        It is `batched` if the trajectory is in a batch of this lineage or of one that it continues.
+        """
         return TrajectoryState.BATCHED if self.batched_step is not None else self.state
 
     @property
     def live(self) -> bool:
-        """Whether the trajectory is neither in a batch of the current lineage nor dropped."""
+        """Whether the trajectory is neither dropped nor batched (see `shown_state`)."""
         return self.batched_step is None and self.state is not TrajectoryState.DROPPED
 
     def move_to(self, state: TrajectoryState, **changes: Any) -> None:

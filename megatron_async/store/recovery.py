@@ -8,10 +8,10 @@ Invariants
 - The replica replaces a database that is damaged, missing, or on a node that cannot be reached.
   What the replica does not contain is lost, and is named in a message; rollouts can be generated
   again.
-- Losing data is preferred to training on it twice. Each checkpoint records the number of
-  transactions that the store had (`position`). A restored store with fewer transactions may have
-  lost the record of a trained batch, so every group in it that is not known to be consumed is
-  permanently excluded from training.
+- Losing data is preferred to training on it twice. Each checkpoint and each batch records the
+  number of transactions that the store had (`position`). A store with fewer transactions may have
+  lost the record of a trained batch, and so may a replica if that number is unknown. Then every
+  group that is not known to be consumed is permanently excluded from training.
 - Ids of lost groups are not used again.
 - A copy has the content of its source at one moment, even if the source is written to meanwhile.
   The copy gets its final name only when it is complete and on disk.

@@ -39,7 +39,7 @@ from megatron_async.trajectory.types import PolicyVersion, TrajectoryState
 @dataclass
 class StoreState:
     """The content of an open store in memory, except the tokens of trajectories that are not live.
-    A trajectory is live if it is neither in a batch of the current lineage nor dropped.
+    A trajectory is live if it is neither dropped nor in a batch that counts on the current lineage.
 
     Attributes:
         lineage: Number of the current lineage.
@@ -94,12 +94,12 @@ class StoreState:
         return dict(counts)
 
     def batch_sizes(self) -> dict[int, int]:
-        """Return the number of trajectories in each batch that led to the current lineage, by step.
+        """Return, by step, the size of each batch of the current lineage or one that it continues.
 
-        These are the batches of the current lineage and, up to the checkpoints from which they were
-        continued, of earlier lineages. A batch that the trainer dropped has size 0. Trajectories
-        that compaction removed are not counted. A batch of which compaction removed all
-        trajectories is left out.
+        The size is the number of trajectories. Batches of earlier lineages are included only up to
+        the checkpoints from which these lineages were continued. A batch that the trainer dropped
+        has size 0. Trajectories that compaction removed are not counted. A batch of which
+        compaction removed all trajectories is left out.
         """
         on_path = Consumption.at(self.tree, self.lineage)
         return {
@@ -171,8 +171,9 @@ def load_state(
         lineage: Number of the lineage. A number that the store has already must be the newest.
         step: Policy number at which the lineage begins or continues.
         parent: Lineage of the restored checkpoint; None means the newest lineage of the store.
-        position: Number of transactions that the store had committed when the restored checkpoint
-            was saved, so that the trainer may have seen all of them; None if unknown.
+        position: Number of transactions that the trainer may have seen: those that the store had
+            committed when the restored checkpoint was saved or, if only the rollout manager is
+            restarted, when the trainer's newest batch was made. None if unknown.
 
     Raises:
         UserError: The lineage cannot be begun.
@@ -189,8 +190,8 @@ def load_state(
             if found.position >= needed:
                 return found
             reason = f"ends at transaction {found.position}"
-    # The trainer has trained (`step` > 0), but the checkpoint does not record how many transactions
-    # the store had. Then the trainer may have seen more of them than a replica has.
+    # The trainer has trained (`step` > 0), but it is unknown how many transactions it has seen; a
+    # replica may have fewer.
     unknown = position is None and step > 0
     return _choose_copy(location, read, found, reason, needed, unknown)
 
@@ -247,8 +248,7 @@ def _choose_copy(
         read: Loads the state from a database file.
         found: State of the database; None if the database is damaged, missing or out of reach.
         reason: What is wrong with the database, as the end of a sentence about it.
-        needed: Number of transactions that the store had committed when the restored checkpoint was
-            saved; 0 if unknown.
+        needed: Number of transactions that the trainer may have seen; 0 if unknown.
         unknown: Whether the trainer may have seen more transactions than `needed`.
     """
     known = None if found is not None else recovery.counters_of(location.file, needed)

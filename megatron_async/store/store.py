@@ -4,15 +4,15 @@ Invariants
 - Only one process writes (a lock file keeps other processes out), and it writes through one thread;
   `append` and the other methods that are not `async` only change memory. Other processes read the
   store through `StoreReader`.
-- When an awaited method such as `sync` returns, the changes before it are committed and survive the
-  death of any process. If the caller awaits `written` after each `append`, a killed process loses
-  at most the current chunk of a running trajectory.
+- When `sync` returns, all earlier changes except tokens that are still buffered are committed and
+  survive the death of any process. If the caller awaits `written` after each `append`, a killed
+  process loses at most the current chunk of a running trajectory.
 - The end of a trajectory is in one transaction with its last tokens (`append(..., end=...)`), so
   that no later process can find these tokens without the end and generate more.
 - No column stores whether a trajectory is consumed (trained). It is computed: a batch records the
   lineage and the step for which it was made, and it counts as consumed at a checkpoint if that step
   is on the sequence of updates to the checkpoint (see `lineage`). So a resume from any kept
-  checkpoint sees the right batches, although it only adds a lineage to the store.
+  checkpoint sees the right batches, although it changes no batch and only adds a lineage.
 - Ids only grow and are never used twice.
 - Only one request at a time may add tokens to a trajectory: `append` and `end_request` refuse every
   request but the current one. So when a request has been replaced by another one, tokens that its
@@ -163,7 +163,7 @@ class TrajectoryStore:
 
     @property
     def export_file(self) -> Path:
-        """Path of the JSONL file with the trajectories that are no longer in the database."""
+        """Path of the JSONL file to which compaction moves old trajectories from the database."""
         return self._location.export_file
 
     async def close(self, *, leave: bool = False) -> None:
@@ -478,11 +478,12 @@ class TrajectoryStore:
         return self._writer.position
 
     async def checkpoint_finalized(self, step: int, kept: Sequence[PolicyVersion]) -> None:
-        """Record that the checkpoint of `step` is finalized; start to export old trajectories.
+        """Record that the checkpoint of `step` is finalized; start to remove old trajectories.
 
-        This compaction moves trajectories that no restorable checkpoint needs from the database to
-        the export file, in the background. This method only waits for an earlier compaction to end.
-        Call it once the checkpoint's manifest is on disk.
+        This compaction runs in the background. It moves trajectories that no restorable checkpoint
+        needs from the database to the export file, or only deletes them with `store.export: none`.
+        This method waits for the record to be committed and for an earlier compaction to end, not
+        for the new one. Call it once the checkpoint's manifest is on disk.
 
         Args:
             step: Step of the checkpoint, which this start or resume of the run (the current
@@ -569,10 +570,11 @@ class TrajectoryStore:
         return self._state.counters.prompts
 
     def batch_sizes(self) -> dict[int, int]:
-        """Return the number of trajectories in each batch that led to the current lineage, by step.
+        """Return, by step, the size of each batch of the current lineage or one that it continues.
 
-        The number is 0 for a batch that the trainer dropped. Trajectories that compaction removed
-        are not counted, and a batch of which it removed all trajectories is left out.
+        The size is the number of trajectories, which is 0 for a batch that the trainer dropped.
+        Trajectories that compaction removed are not counted, and a batch of which it removed all
+        trajectories is left out.
         """
         return self._state.batch_sizes()
 

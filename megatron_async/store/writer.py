@@ -4,7 +4,8 @@ Callers queue rows in memory. The thread repeatedly takes the whole queue, leave
 commits what it took as one transaction.
 
 Invariants
-- All rows that the thread takes at once are written, in order, or none of them.
+- Everything that the thread takes at once is written, or nothing of it. Deletions are executed
+  after all rows are written.
 - The event loop never waits for the disk, since it only appends to a list in memory. It blocks only
   while `_MAX_PENDING_BYTES` are queued, and for `stall_seconds` at most.
 - The first error ends the thread. The next call raises it, and so does every barrier and job that
