@@ -38,9 +38,9 @@ class TokenBatch:
         temperature: Sampling temperature of the log-probs.
         columns: Further per-token arrays by name, each of shape [T, *inner]; 0 where a token has no
             value.
-        store_position: Number of transactions of the trajectory store when the batch was on disk.
-            The trainer passes it to the rollout manager when it connects again, which detects
-            from it that a restored store lacks transactions.
+        store_position: Number of transactions of the trajectory store once the record of this batch
+            was on disk. The trainer passes it to a restarted rollout manager, which detects from it
+            whether a restored store lacks transactions.
     """
 
     step: int

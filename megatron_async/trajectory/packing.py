@@ -5,10 +5,10 @@ Invariants
   where lineage l has the same weights as the current lineage up to policy number n0, counts as
   number min(a, n0). Its lag in update n is n - min(a, n0), which is at least 0 (docs/semantics.md
   section 1).
-- A token is trained (mask 1) if the policy generated it and no staleness rule masks it. A token
-  that is in several sequences is trained in one of them. All other tokens have mask 0, log-prob 0
-  and lag 0. In `version_T`, a policy token that is not trained keeps its number; prompt and
-  environment tokens have -1.
+- A token is trained (mask 1) if the policy generated it, its turn is not abandoned and no staleness
+  rule masks it. A token that is in several sequences is trained in one of them. All other tokens
+  have mask 0, log-prob 0 and lag 0. In `version_T`, a policy token that is not trained keeps its
+  number; prompt and environment tokens have -1.
 - Groups stay in the given order. The trajectories of a group are adjacent, and so are the branches
   of a trajectory. Dropped trajectories of a group are left out. Every other trajectory needs a
   reward.
@@ -199,11 +199,12 @@ def _opening(runs: Sequence[BranchSpan]) -> int:
 def _returns(
     chosen: Sequence[tuple[Trajectory, Sequence[BranchSpan]]], discount: float
 ) -> tuple[list[float | None], list[np.float32]]:
-    """Compute the return of each sequence's first turn, and of the turn of each segment.
+    """Compute, for each sequence, its trajectory's first return; and the return of each segment.
 
-    The return of a turn is the discounted sum of the rewards from this turn on. Segments that are
-    not trained have return 0. Both results are rounded to float32, in which a batch stores rewards,
-    so that the return of a first turn is exactly the same in both.
+    The return of a turn is the discounted sum of the rewards from this turn on. The first return is
+    that of the first turn or, without turns, the trajectory's reward. A trained segment has the
+    return of its turn, and other segments have 0. The returns of segments are float32, in which a
+    batch stores rewards too, so that the return of a first turn is the same in both.
     """
     rewards: list[float | None] = []
     of_runs: list[np.float32] = []

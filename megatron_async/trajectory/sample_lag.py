@@ -37,7 +37,7 @@ class SamplesTrained:
 
         Args:
             first_step: Number of the first batch that will be added.
-            batch_size: Size that is assumed for a batch before `first_step` without a known size.
+            batch_size: Size that is assumed for a batch before `first_step` that `sizes` lacks.
             sizes: Number of trajectories of each batch before `first_step`, by step.
         """
         # Element n is the number of trajectories in the batches 0 to n - 1.

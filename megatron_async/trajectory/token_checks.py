@@ -16,7 +16,7 @@ SMALLEST_LOGPROB: Final = -104.0
 def find_invalid_token(
     token_ids_T: npt.NDArray[Any], logprobs_T: npt.NDArray[Any], vocabulary: int | None
 ) -> str | None:
-    """Describe the first token that no policy can produce; return None if all tokens are valid.
+    """Describe a token that no policy can produce; return None if all tokens are valid.
 
     Args:
         token_ids_T: The token ids.

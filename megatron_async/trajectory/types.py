@@ -12,9 +12,10 @@ Invariants
 - An episode is a trajectory with turns. The turns form a tree, since a turn may follow any earlier
   one. Turn n has the segments from index `segment` up to the `segment` of turn n + 1: first those
   of the environment, then those of the policy.
-- A branch is a path from the start of a conversation to a turn that no other turn follows. Each
-  branch is one training sequence. A policy token that is in several branches is trained only in the
-  branch that was written first; in the other branches it is context (docs/semantics.md section 7).
+- A branch is a path from the start of a conversation to a turn that no other turn follows, not
+  counting turns that are abandoned or have no policy tokens. Each branch is one training sequence.
+  A policy token that is in several branches is trained only in the branch that was written first;
+  in the other branches it is context (docs/semantics.md section 7).
 """
 
 import enum
@@ -152,7 +153,7 @@ class Prompt:
     Attributes:
         payload: Data for the scorer or the environment, JSON-serializable. Only the task reads it.
         priority: When an engine can accept another request, the waiting trajectory with the highest
-            priority is submitted first.
+            priority is submitted first, but partial trajectories precede those without tokens.
     """
 
     token_ids: IntArray
@@ -251,10 +252,10 @@ class Trajectory:
 
     @property
     def resumed(self) -> bool:
-        """Whether generation was interrupted and resumed.
+        """Whether several policy versions, or several requests for one turn, wrote the response.
 
-        This is so if two policy segments follow each other without an environment segment between
-        them, or if several policy versions wrote the response.
+        Several requests for one turn are recognized by two policy segments without an environment
+        segment between them. So several turns of one version do not count.
         """
         pairs = zip(self.segments, self.segments[1:], strict=False)
         if any(not a.from_environment and not b.from_environment for a, b in pairs):
