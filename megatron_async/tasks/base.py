@@ -3,9 +3,9 @@
 A problem is held out when it is reserved for evaluation and never trained on.
 
 Invariants
-- Training prompts have a fixed endless order. The settings alone decide which prompt is at which
-  position of it, so a run that is restored at a position continues with exactly the prompts that an
-  uninterrupted run would have read.
+- Training prompts have a fixed endless order. Only the settings and the data files decide which
+  prompt is at which position of it, so a run that is restored at a position continues with exactly
+  the prompts that an uninterrupted run would have read.
 - A problem is never both trained on and held out. `is_heldout` decides by a hash of the problem's
   own text and nothing else, so no seed, count or order can make training see a held-out problem.
 - A prompt's payload is JSON. Together with the response's text, it is all that a scorer needs.

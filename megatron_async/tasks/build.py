@@ -56,7 +56,7 @@ def build_task(
         }
     except UserError:
         # The evaluation sets use some settings of the task. If such a setting is wrong, building
-        # the training source fails too. Do that first, because its error names the task's own file,
+        # the training source fails too. Prefer that error, because it names the task's own file,
         # where the user looks for the mistake. Otherwise raise the error of the evaluation set.
         build_source(config, prompts=prompts)
         raise

@@ -99,7 +99,7 @@ class ProblemFile:
         return places, keys, sizes
 
     def _report_bad(self, mode: str) -> None:
-        """Report the unusable rows: with a warning if `mode` is "skip", else with a UserError."""
+        """Report the unusable rows, by a warning or a UserError (see `report_bad_rows`)."""
         places = [p for p, size in zip(self.places, self.sizes, strict=True) if not size]
         found = [self._rows.where(place) for place in places]
         problems = 0

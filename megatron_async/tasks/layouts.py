@@ -121,8 +121,8 @@ class Columns:
                 "the last message of a prompt must have the role 'user'"
             )
         question = messages[-1]["content"] if messages else _text(prompt, name, where)
-        # Columns that were used are left out of the metadata, with two exceptions: a column with a
-        # conversation, of which the question is only the last message, and a column with a nested
+        # Columns that were used are left out of the metadata, with two exceptions: a column with
+        # several messages, of which the question is only the last one, and a column with a nested
         # mapping, of which only one value was used. The dotted name of such a value equals no key
         # of the row, so it removes nothing below.
         used = {self.priority} if len(messages) > 1 else {name, self.priority}

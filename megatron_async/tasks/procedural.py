@@ -254,7 +254,7 @@ class _Datasets:
         self.chunk = lru_cache(maxsize=64)(self._make)
 
     def _make(self, component: int, seed: int) -> Dataset:
-        """Generate the chunk of problems for `seed` and the mixture's set of arguments `component`.
+        """Generate the chunk of problems for `seed` and set number `component` of the mixture.
 
         Raises:
             UserError: If the task refuses the arguments.

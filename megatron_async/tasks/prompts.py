@@ -240,8 +240,8 @@ class PromptRenderer:
         """Raise a UserError if a problem cannot be rendered as a prompt.
 
         Of the problems that are a single text, only the first goes through the chat template: if
-        the template accepts one text, it accepts all. Tokens are checked only if the tokenizer has
-        more tokens than the model has embeddings for.
+        the template accepts one text, it accepts all. Only if the tokenizer has more tokens than
+        the model has embeddings for, every problem is tokenized, to check its tokens.
         """
         if self._has_episodes:
             self.messages(problem)

@@ -119,8 +119,8 @@ def report_bad_rows(
         of: Number of rows in the file.
         mode: Value of `task.bad_rows`. With "skip", bad rows only cause a warning, unless all rows
             are bad.
-        readable: Whether some bad rows have the expected columns. If not, the error suggests to
-            check the file's format and to set `layout` or `columns`.
+        readable: Whether some bad rows have the expected columns. If not, and all rows are bad, the
+            error suggests to check the file's format and to set `layout` or `columns`.
 
     Raises:
         UserError: If `mode` is not "skip", or if all rows are bad.

@@ -35,7 +35,8 @@ from megatron_async.trajectory.types import IntArray, Prompt
 # Largest number of special tokens that a tokenizer is assumed to put around a text, when
 # `check_lengths` estimates how many tokens a prompt may have.
 _SPECIAL_TOKENS = 8
-# Largest number of prompts that `check_lengths` tokenizes; more would take longer than seconds.
+# Largest number of prompts that `check_lengths` tokenizes with `task.long_prompts: refuse`, so that
+# it takes only seconds.
 _MAX_TOKENIZED = 2000
 # Number of characters of a prompt that are shown at the start of a run.
 _MAX_SHOWN = 2000
