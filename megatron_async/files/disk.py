@@ -3,8 +3,8 @@
 Invariants
 - The message names the path, the reason that the system gives, and the remedy.
 - A `JsonLinesFile` appends lines completely or not at all, even if the disk becomes full during the
-  write. If a killed process left an incomplete last line, that line is removed when the file is
-  opened again, so that the next line starts on a new line.
+  write. If a killed process left a last line without a newline, opening the file again adds the
+  newline if the line is complete JSON, else removes the line.
 - No error is hidden: an error that does not concern the disk is raised unchanged.
 """
 
@@ -44,8 +44,8 @@ _SQLITE_REMEDIES: Final = {
     sqlite3.SQLITE_PERM: _NO_RIGHT,
     sqlite3.SQLITE_IOERR: _FAILING,
 }
-# These error numbers always concern a disk. Other error numbers count as disk errors only if the
-# error names a file.
+# These error numbers always concern a disk. The other numbers in `_REMEDIES` count as disk errors
+# only if the error names a file.
 _SURELY_DISK: Final = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 _RUST_ERROR: Final = re.compile(r"\(os error (\d+)\)")
 _TAIL_BYTES: Final = 1 << 16
@@ -252,7 +252,7 @@ class JsonLinesFile:
     """A file of JSON lines to which lines are only appended.
 
     Once a write has failed, every later write raises the same CannotWrite, but `close` does not. If
-    the file is removed or replaced while it is open, the next write opens or creates the file at
+    the file is removed or replaced while it is open, the next flush opens or creates the file at
     its path, unless this object was made with `new`.
 
     Raises:
@@ -346,7 +346,7 @@ def json_lines(data: bytes) -> Iterator[dict[str, Any]]:
 
 
 def whole_lines_end(path: Path) -> int:
-    """Return the size in bytes of a file without an incomplete last line; 0 without a file."""
+    """Return the number of bytes of a file's complete lines; 0 if the file does not exist."""
     try:
         file = os.open(path, os.O_RDONLY)
     except FileNotFoundError:

@@ -22,7 +22,7 @@ import psutil
 _LOCAL = frozenset(
     {"apfs", "bcachefs", "btrfs", "exfat", "ext2", "ext3", "ext4", "f2fs", "fuseblk", "hfs", "jfs"}
     | {"ntfs", "ntfs3", "overlay", "ramfs", "reiserfs", "tmpfs", "vfat", "xfs", "zfs"}
-    | {"ext2/ext3", "overlayfs", "msdos"}  # `stat` so calls ext2 to ext4, overlay and vfat.
+    | {"ext2/ext3", "overlayfs", "msdos"}  # Names that `stat` gives ext2 to ext4, overlay, vfat.
     | {"fuse.fuse-overlayfs", "fuse-overlayfs"}
 )
 # The prefix `fuse.`, which the mount table gives file systems served by FUSE, is left out here.

@@ -13,8 +13,8 @@ from typing import Final
 
 from megatron_async.errors import UserError
 
-# Launch scripts set this environment variable to the digest (`code_digest`) of the package that
-# they come with; launch/cluster_env.sh computes it.
+# Launch scripts of a clone set this environment variable to the digest (`code_digest`) of the
+# package in the clone; launch/cluster_env.sh computes it.
 CODE_VARIABLE: Final = "MEGATRON_ASYNC_CODE"
 CONTAINER_OPTION: Final = "--container-image"
 _PACKAGE: Final = Path(__file__).parents[1]
@@ -23,7 +23,7 @@ ROOT: Final = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent
 
 
 def existing(path: Path) -> Path:
-    """Return `path` if it exists, else the path of the package's own file of that name.
+    """Return `path` if it exists, else the package's own file with the same relative path.
 
     For example, `configs/quickstart.yaml` is found from any directory, because it comes with the
     package. If the package has no such file either, `path` is returned.
@@ -35,7 +35,8 @@ def existing(path: Path) -> Path:
 def script_environment() -> dict[str, str]:
     """Return environment variables that launch scripts need in an installed package.
 
-    In a clone of the repository the result is empty, because the scripts' defaults are right there.
+    The result is empty in a clone of the repository, where the scripts' defaults are right. It is
+    also empty if `MEGATRON_ASYNC_VENV` is set already, or if the scripts start containers.
     """
     in_container = CONTAINER_OPTION in os.environ.get("MEGATRON_ASYNC_SRUN_ARGS", "")
     if ROOT is not _IN_WHEEL or "MEGATRON_ASYNC_VENV" in os.environ or in_container:
@@ -61,7 +62,7 @@ def code_digest() -> str:
 def check_code() -> None:
     """Raise a UserError if the launch script comes with other code than this process runs.
 
-    This happens if the container image of this process contains an older version of the package.
+    This happens, for example, if the container image of this process has an older package.
     """
     wanted = os.environ.get(CODE_VARIABLE)
     if wanted and wanted != code_digest():
