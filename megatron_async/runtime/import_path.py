@@ -81,8 +81,8 @@ def described(error: BaseException, file: str = "") -> str:
 
     Args:
         error: The exception.
-        file: The user's own file. If given, the result names the line in this file, even if the
-            exception was raised in a library that the file calls.
+        file: The user's own file. If given, the result names the line in this file, and not one in
+            a library that the file calls or that calls it.
     """
     name = type(error).__name__
     if isinstance(error, SyntaxError) and Path(error.filename or "").is_file():
