@@ -106,7 +106,8 @@ class TrajectoryStore:
             parent: On a resume, the lineage of the restored checkpoint; None means the newest
                 lineage.
             position: On a resume, the value of `position()` that the checkpoint's manifest has;
-                None if unknown.
+                after a restart of the rollout manager, the `store_position` of the newest batch
+                that the trainer has received, if it has one; None if unknown.
 
         Raises:
             UserError: The store cannot be opened, is in use, or cannot continue that checkpoint.
