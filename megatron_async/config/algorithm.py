@@ -63,12 +63,12 @@ class RolloutCorrectionConfig(Settings):
     """Correction of the gap between the rollout policy and the trained policy.
 
     pi_rollout is the policy that generated a token, and pi_theta the policy in training. pi_old is
-    the reference of the loss's ratio pi_theta / pi_old.
+    the denominator of the loss's ratio pi_theta / pi_old.
 
-    In decoupled mode (`bypass_mode: false`), the trainer computes the log-probs of pi_old again at
-    the start of a step. Importance weights and rejection follow from pi_old / pi_rollout, once per
-    batch. In bypass mode, pi_rollout replaces pi_old. Importance weights and rejection follow from
-    pi_theta / pi_rollout, at each minibatch.
+    In decoupled mode (`bypass_mode: false`), pi_old is the trainer's policy at the start of a step,
+    whose log-probs the trainer computes then. Importance weights and rejection follow from pi_old /
+    pi_rollout, once per batch. In bypass mode, pi_rollout replaces pi_old. Importance weights and
+    rejection follow from pi_theta / pi_rollout, at each minibatch.
     """
 
     preset: CorrectionPreset | None = None
@@ -83,7 +83,7 @@ class RolloutCorrectionConfig(Settings):
     outside the interval to 0 (IcePop)."""
     rollout_is_batch_normalize: bool = False
     """Whether importance weights are divided by their mean over all ranks, after truncation. The
-    mean is over the batch, or in bypass mode over the minibatch."""
+    mean is over the batch, or in bypass mode (only with loss `reinforce`) over the minibatch."""
     rollout_rs: str | None = None
     """Rejection rules, comma-separated. A rule compares a divergence of the trained policy from the
     rollout policy (estimator k1, k2 or k3) with a threshold, for each token, or as its sum, mean or
@@ -231,12 +231,12 @@ class OverlongConfig(Settings):
 
 
 class AlgorithmConfig(Settings):
-    """Definition of the gradient. A recipe supplies the defaults; every setting overrides its
-    default."""
+    """Definition of the gradient. A recipe supplies the defaults, each of which you can
+    override."""
 
     recipe: RecipeName = "copris"
     """Published method that supplies the defaults of this and other sections
-    (docs/schedules.md)."""
+    (docs/algorithms.md)."""
     epochs: int = Field(1, ge=1)
     """Number of passes over a batch, each with schedule.updates_per_batch updates."""
     advantage: AdvantageConfig = AdvantageConfig()

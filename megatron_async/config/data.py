@@ -37,8 +37,9 @@ class FileConfig(Settings):
     split: str = ""
     """Split to read from a directory; required if it has several."""
     layout: LAYOUTS = "rows"
-    """Data set whose column names the file has (docs/data.md). `rows`: the columns are named
-    `prompt`, `answer`, `response` and `priority`."""
+    """Published data set in whose format the file is: its column names, how its answers are found,
+    and its prompt template (docs/data.md). `rows`: the columns are named `prompt`, `answer`,
+    `response` and `priority`."""
     columns: ColumnsConfig = ColumnsConfig()
     """Columns that have other names than in the layout."""
     filter: dict[str, str | int | bool] = Field(default_factory=dict)
@@ -60,7 +61,7 @@ class PoolConfig(Settings):
     """A pool: the prompts whose pass rate (share of right responses) lies in one interval."""
 
     up_to: float = Field(..., ge=0, le=1)
-    """Highest pass rate of the pool. The pool begins above that of the previous pool."""
+    """Highest pass rate of the pool. The lowest is just above the `up_to` of the previous pool."""
     share: float = Field(..., ge=0, le=1)
     """Probability with which a prompt of the pool is used when its turn comes."""
 
@@ -102,9 +103,10 @@ class DataConfig(FileConfig):
     set `mixture` to a list of such arguments, each with a `weight`; every problem draws one of
     them."""
     prompt_template: str = ""
-    """Template of the prompt. It may contain {question} and, in braces, the name of every column or
-    metadata item whose value is a text or a number. With chain_sum it may also contain {compact},
-    the expression without spaces. Empty = the layout's template, otherwise {question}."""
+    """Template of the prompt. It may contain {question} and, in braces, the name of every other
+    column or metadata item whose value is a text, a number or a list of texts, except the answer.
+    With chain_sum it may also contain {compact}, the expression without spaces. Empty = the
+    layout's template, otherwise {question}."""
     system_prompt: str = ""
     """System message for chat prompts that have no system message."""
     long_prompts: Literal["refuse", "filter", "drop"] = "refuse"
@@ -167,7 +169,7 @@ class DataConfig(FileConfig):
     def files(self) -> list[SourceConfig]:
         """Return the files to train on: those of `sources` or, without any, the file of `path`.
 
-        A source that sets neither a layout nor columns gets the task's.
+        A source with layout `rows` and no columns gets the task's layout and columns.
         """
         if not self.sources:
             own = {name: getattr(self, name) for name in FileConfig.model_fields}
@@ -175,8 +177,8 @@ class DataConfig(FileConfig):
         return [self.completed(source) for source in self.sources]
 
     def completed(self, file: File) -> File:
-        """Return `file` with the task's layout and columns; return it unchanged if it sets a layout
-        or columns itself."""
+        """Return `file` with the task's layout and columns; return it unchanged if its layout is
+        not `rows` or if it sets columns."""
         if file.layout != "rows" or file.columns != ColumnsConfig():
             return file
         return file.model_copy(update={"layout": self.layout, "columns": self.columns})

@@ -13,14 +13,14 @@ class EpisodeConfig(Settings):
 
     tool_parser: str = ""
     """SGLang's name of the format in which the model writes tool calls, for example qwen25 or
-    llama3. It is required if the environment offers tools. If your environment class has a method
-    `step`, the method gets the parsed tool calls in `Answer`."""
+    llama3. It is required if the environment or agent offers tools. If your environment class has a
+    method `step`, the method gets the parsed tool calls in `Answer`."""
     max_turns: int = Field(32, ge=1)
     """Largest number of policy responses in one episode."""
     step_seconds: float = Field(60.0, gt=0)
     """Time limit of one call to the environment, or of all tool calls in one response together, in
-    seconds. For an agent, it limits the time from a response to the agent's next call of the
-    policy."""
+    seconds. For an agent, it limits the time until the agent calls the policy for the first time,
+    calls it again after a response, or ends."""
     seconds: float = Field(3600.0, gt=0)
     """Time limit of one episode, in seconds of wall time. The episode then ends as `length`, with
     its rewards so far. If the run is killed and resumed, the time between the last stored reply of

@@ -28,7 +28,7 @@ class EvalSet:
     """An evaluation set with a value for every setting. What the set itself does not set has the
     value in section `eval`.
 
-    `prompts` is the number of problems; 0 = all problems of the set's file.
+    `prompts` is the number of problems; 0 = all problems of the set.
     """
 
     name: str

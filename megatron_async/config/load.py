@@ -319,7 +319,8 @@ def _with_changes(
     """Apply `changes` to the settings of a run; return the checked result.
 
     Args:
-        body: The resolved value of every setting.
+        body: The run's settings with their resolved values. A setting that is left out has its
+            default.
         explicit: The settings that a file, the command line or Python has set.
         changes: The new settings, which are explicit too.
     """

@@ -122,12 +122,12 @@ class TrainerConfig(Settings):
     recompute: Recompute = "none"
     """Activations that the backward pass computes again instead of keeping them. `feed_forward`:
     the MLP or experts of each layer; a number: so many layers of each pipeline stage; `all`: all
-    layers. If it is not set, it is the value with the least recomputation with which the estimated
-    peak memory fits into a GPU."""
+    layers. If it is not set and engines run on GPUs, it is the value with the least recomputation
+    with which the estimated peak memory fits into a GPU, or `all` if none fits."""
     compare_replicas_every_steps: int = Field(10, ge=0)
-    """Number of steps between comparisons of the weights of which several ranks have copies; the
-    first comparison is after the first step. Ranks compare one hash per tensor, and a difference
-    stops the run. 0 = never."""
+    """Number of steps between comparisons of the weights of which several ranks have copies.
+    Weights are also compared after the first step of each start. Ranks compare one hash per tensor,
+    and a difference stops the run. 0 = never."""
     wait_for_batch_seconds: float = Field(1800.0, gt=0)
     """Longest wait for a batch before the run stops with an error, in seconds."""
     collective_timeout_seconds: float = Field(600.0, gt=0)

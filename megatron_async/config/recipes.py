@@ -35,8 +35,8 @@ _DRAINED: Final = {
     "max_async_level": 0,
     "on_stale": "wait",
 }
-# In-flight schedules: generation never stops for the trainer. A weight update changes the weights
-# of running requests.
+# In-flight schedules: generation continues while the trainer works. A weight update pauses engines
+# for the transfer and changes the weights of running requests.
 _IN_FLIGHT: Final = {
     "refill": "continuous",
     "boundary": "continue",

@@ -50,8 +50,8 @@ class Setting:
 class Section:
     """One section of the settings, such as `engines`, with its description and its settings.
 
-    `of_items` is true if the section describes the elements of a list or mapping of settings; its
-    name then ends with `[]`.
+    `of_items` is true if the section describes the elements of a list or mapping of settings, or a
+    part of such elements; its name then contains `[]`.
     """
 
     name: str
@@ -182,8 +182,8 @@ def shown_value(value: Any) -> str:
 
 
 def did_you_mean(unknown: str) -> str:
-    """Return `; did you mean a.b or c.b?` with the settings whose names are similar to `unknown`;
-    return an empty string if there are none."""
+    """Return `; did you mean a.b or c.b?` with the settings or sections whose names are similar to
+    `unknown`; return an empty string if there are none."""
     settings = list(all_settings())
     if unknown.startswith("simulate"):
         settings += [setting for part in simulation_sections() for setting in part.settings]

@@ -17,8 +17,9 @@ scores at once."""
 BATCH_METRICS: Final = frozenset(
     {"mean", "std", "standard_error", "min", "max", "uninformative_groups"}
 )
-"""Names of the metrics `reward/NAME` that describe the sum of all rewards. If there are several
-rewards, none of them may have such a name, because its own metric has the same form."""
+"""Names of the metrics `reward/NAME` that describe the sum of all rewards. No component of a
+reward, and none of several rewards, may have such a name, because their own metrics have the same
+form."""
 
 
 class RewardConfig(Settings):

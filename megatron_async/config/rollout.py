@@ -21,17 +21,18 @@ class TaskConfig(DataConfig):
 
     answer_marker: str = ""
     """Mark before the answer: the answer is the text after the mark's last occurrence. Empty = no
-    mark; the answer is then the last `<answer>...</answer>`, otherwise the last \\boxed{...},
-    otherwise the text after `</think>`."""
+    mark; the text up to the last `</think>` is then ignored, and the answer is the last
+    `<answer>...</answer>`, otherwise the last \\boxed{...}, otherwise the whole remaining text."""
     full_score_only: bool = True
-    """Whether the reward is 1 if the task's scorer gives the full score, and 0 otherwise. With
-    false, the reward is the scorer's score itself."""
+    """Whether the scorer of a generated task (chain_sum or reasoning_gym) gives reward 1 for the
+    full score and 0 otherwise. With false, the reward is the score itself."""
     scorer_timeout_seconds: float = Field(10.0, gt=0)
     """Time limit of one score, in seconds."""
     on_scorer_timeout: Literal["zero", "regenerate", "drop"] = "zero"
-    """Treatment of a response whose score takes longer than its time limit, or whose scorer process
-    died twice. `zero`: reward 0. `regenerate`: the response is generated again while its group
-    waits (schedule.max_regenerations). `drop`: its group is dropped."""
+    """Treatment of a response whose score takes longer than its time limit, whose scorer process
+    died twice, or whose reward service cannot be reached. `zero`: reward 0. `regenerate`: the
+    response is generated again while its group waits (schedule.max_regenerations). `drop`: its
+    group is dropped."""
     scorer_workers: int = Field(8, ge=1)
     """Largest number of scorer processes. Processes are added and removed with the length of the
     queue."""
@@ -125,7 +126,7 @@ class EngineConfig(Settings):
     cuda_graph_batch: int | None = Field(None, ge=1)
     """Largest decode batch that runs from a CUDA graph, in requests; larger batches run without a
     graph. none = SGLang derives it from the memory. If it is not set and engines run on GPUs, it is
-    schedule.concurrency divided by the number of engines."""
+    schedule.concurrency divided by the number of engines, or none with `concurrency: auto`."""
     context_length: int | None = None
     """Largest total length of a prompt and its response, in tokens; none = the model's context
     length."""
@@ -137,8 +138,8 @@ class EngineConfig(Settings):
     sums inside a node faster, but each communicator needs more memory. If it is not set, it is used
     unless engines are colocated."""
     extra_args: list[str] = Field(default_factory=list)
-    """Further SGLang arguments. An argument is refused if a setting exists for it, or if log-probs
-    would then describe another distribution than the engine samples from."""
+    """Further SGLang arguments. Some are refused, mainly those that have a setting here, and those
+    with which log-probs would describe another distribution than the engine samples from."""
     host: str = "127.0.0.1"
     """Address that servers bind to; `node` = the address of each server's own node."""
     api_key: str = ""
@@ -224,7 +225,9 @@ class StoreConfig(Settings):
     """Directory of the database on the rollout manager's node, an absolute path. Empty = the run
     directory if that is on a local disk, otherwise below TMPDIR."""
     compact_after_checkpoints: int = Field(4, ge=1)
-    """Number of checkpoints between two compactions of the database. A compaction exports consumed
-    trajectories, on which no restorable checkpoint trains again, and removes them."""
+    """Number n of checkpoints for which trained trajectories stay in the database. After every
+    checkpoint, compaction exports and removes groups that were trained on before the n-th newest
+    checkpoint (the newest is number 1), or dropped. It keeps groups that a checkpoint which can
+    still be restored may need."""
     export: Literal["none", "jsonl"] = "jsonl"
     """Format of exported trajectories; none = they are removed without export."""

@@ -93,7 +93,8 @@ class SFTConfig(Settings):
     batch_sequences: int = Field(64, ge=1)
     """Number of examples per step."""
     examples: int = Field(20000, ge=1)
-    """Number of different worked answers of the task to train on, if it generates them."""
+    """Largest number of different worked answers to train on. Of a file (`data`), the first so many
+    are used."""
     data: str = ""
     """File or directory of examples: rows with `prompt` and `response`, or rows with chat
     `messages`, of which the assistant's messages are trained on. Empty = the task's own worked
@@ -118,7 +119,8 @@ class SFTConfig(Settings):
 
     @property
     def batches(self) -> int:
-        """Number of batches to train on, which is also the length of the learning-rate schedule."""
+        """Number of batches to train on, which is also the length of the learning-rate schedule.
+        With `epochs`, there are fewer batches if `data` has fewer than `examples` rows."""
         if self.epochs:
             return math.ceil(self.epochs * self.examples / self.batch_sequences)
         return self.steps or _SFT_STEPS

@@ -94,8 +94,9 @@ def check_extra_args(arguments: Sequence[str]) -> None:
     SGLang accepts abbreviations of an argument's name, so these are refused too.
 
     Raises:
-        ValueError: If log-probs would not describe the sampled distribution with an argument, or if
-            a setting exists for it.
+        ValueError: If log-probs would not describe the sampled distribution with an argument, if a
+            setting exists for it, or if engines cannot be used with it for another reason, which
+            the message states.
     """
     for argument in arguments:
         flag = argument.partition("=")[0]

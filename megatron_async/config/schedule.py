@@ -24,17 +24,19 @@ class ScheduleConfig(Settings):
     """Number of trajectories for each prompt (N)."""
     concurrency: int | Literal["auto"] = 64
     """Largest number of requests in flight on all engines together (N'). `auto`: the scheduler
-    adapts the number to the KV cache that running requests use."""
+    searches the number with which the most tokens are trained per second (docs/schedules.md)."""
     expected_tokens: int | None = Field(None, ge=1)
-    """Mean number of tokens of a running request, prompt included, that `concurrency: auto` assumes
-    until it has measured one; none = half of sampling.max_new_tokens."""
+    """Number of tokens that `concurrency: auto` expects of a request, prompt included. The search
+    starts with as many requests as fit into the KV cache at this length, but at most those of two
+    batches. none = half of sampling.max_new_tokens."""
     open_episodes: int | Literal["auto"] | None = None
     """With `environment` or `agent`, largest number of episodes that have started and not ended; at
     least those of one group. auto and none = 2 * concurrency, because an episode that waits for its
     environment uses no request."""
     refill: Literal["continuous", "batch"] = "continuous"
-    """When new trajectories start. `continuous`: one for every trajectory that completes. `batch`:
-    only as many as the current batch needs."""
+    """When new groups start. `continuous`: whenever fewer requests are in flight than `concurrency`
+    allows. `batch`: only as many as the current batch needs (times `oversample`); groups of the
+    next batch start after it is complete."""
     boundary: Literal["drain", "abort", "continue"] = "abort"
     """Action when a batch is complete. `drain` waits for all running requests, `abort` ends them
     early and keeps their tokens, `continue` lets them run."""
@@ -45,8 +47,8 @@ class ScheduleConfig(Settings):
     """What happens to the KV cache of running requests at an in-flight update: it is kept, or
     recomputed with the new weights."""
     updates_per_batch: int = Field(1, ge=1, le=64)
-    """Number of minibatches into which a batch is split, with one optimizer step each (H or G in
-    papers)."""
+    """Number of minibatches into which a batch is split, with one optimizer step each in every pass
+    over the batch (H or G in papers)."""
     max_async_level: int | None = Field(None, ge=0)
     """Staleness bound k: step n trains only tokens of policy version max(0, n - k) or newer; none =
     no bound."""
@@ -60,14 +62,16 @@ class ScheduleConfig(Settings):
     """Limit on finished groups that wait for their scores, for a batch or for the trainer, in
     multiples of groups_per_batch. No new group starts while the limit is reached."""
     overflow: Literal["block", "drop_oldest"] = "block"
-    """Treatment of complete groups while the limit `max_waiting_batches` is reached. `block`: all
-    of them are trained, oldest first, before new groups start. `drop_oldest`: the oldest complete
-    groups beyond the limit are dropped, so that training data stay fresh."""
+    """Treatment of complete groups while the limit `max_waiting_batches` is reached. `block`: they
+    are kept and trained, oldest first, and no new group starts until fewer wait. `drop_oldest`: the
+    oldest complete groups beyond the limit are dropped, so that training data stay fresh, and only
+    groups that wait for scores delay new groups."""
     max_regenerations: int = Field(2, ge=0)
     """Number of times that a trajectory is generated again after a failure of its scorer
     (task.on_scorer_timeout: regenerate) or environment, before its group is dropped."""
     oversample: float = Field(1.0, ge=1.0, le=8.0)
-    """Number of groups that are started for a batch, as a multiple of groups_per_batch."""
+    """Number of groups that are started for a batch, as a multiple of groups_per_batch. It has an
+    effect only with `refill: batch` or a staleness bound."""
     dynamic_sampling: bool = False
     """Whether groups whose rewards are all equal are dropped and replaced (DAPO). The reward of an
     episode is the sum over all its turns, also with `credit: turn`."""

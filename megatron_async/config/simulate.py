@@ -190,11 +190,11 @@ class SimulateConfig(Settings):
     """Measured time of the trainer per token, in seconds, which replaces the trainer's roofline
     model; none = the roofline model."""
     trainer_seconds_per_update: float | None = Field(None, ge=0)
-    """Measured fixed time of an optimizer step, in seconds; none =
-    efficiency.update_overhead_seconds."""
+    """Measured fixed time of an optimizer step, in seconds; none = the estimated time of reducing
+    gradients over ranks plus efficiency.update_overhead_seconds."""
     weight_update_seconds: float | None = Field(None, ge=0)
     """Measured time for which one weight update pauses engines, in seconds; none = an estimate from
-    the size of the weights and the bandwidths."""
+    the size of the weights, the bandwidths and efficiency.weight_update_overhead_seconds."""
     steps: int = Field(30, ge=1)
     """Number of batches to simulate."""
     warmup_steps: int = Field(5, ge=0)
