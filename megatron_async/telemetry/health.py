@@ -28,7 +28,7 @@ DRIFT_STEPS = 5
 compared."""
 DRIFT_GROWTH = 2.0
 """Smallest ratio of the newest median error to the median error at the start that counts as drift.
-Medians of a run without drift vary by less."""
+Without drift, even the errors of single steps vary by less."""
 DRIFT_LEAST = 1e-3
 """Median error in nats below which nothing counts as drift. With float32, rounding errors are far
 smaller."""
@@ -58,7 +58,7 @@ class HealthWatch:
 
     def step(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         """Check the metrics of a step; return name and message of each warning whose condition
-        holds and did not hold at the step before."""
+        holds now and did not hold at the last step that had its metrics."""
         found = self._broken(metrics)
         previous = self.active
         unmeasured = self._learning.unmeasured(metrics)
@@ -81,7 +81,7 @@ def entropy_growth(entropy: Sequence[float]) -> str | None:
     """Return a warning if the entropy grew over the newest steps; otherwise None.
 
     In the window of the newest `ENTROPY_WINDOW` steps, the entropy must have risen from step to
-    step in 80 % of the cases, and by the factor `ENTROPY_GROWTH` in total.
+    step in at least 80 % of the cases, and at least by the factor `ENTROPY_GROWTH` in total.
 
     Args:
         entropy: The entropy of each step so far, in nats.
@@ -100,12 +100,12 @@ def entropy_growth(entropy: Sequence[float]) -> str | None:
 
 
 def engine_drift(errors: Sequence[float]) -> str | None:
-    """Return a warning if the log-probs of engines and trainer differ more than at the start of the
-    run; otherwise None.
+    """Return a warning if the log-probs of engines and trainer differ `DRIFT_GROWTH` times as much
+    as at the start of the run, or more; otherwise None.
 
     Args:
-        errors: For each step so far, the mean difference, in nats, between the log-probs of engines
-            and trainer with the same weights.
+        errors: For each step so far at which it was measured, the mean absolute difference, in
+            nats, between the log-probs of engines and trainer with the same weights.
     """
     if len(errors) < 2 * DRIFT_STEPS:
         return None

@@ -36,7 +36,7 @@ UNREACHED_STEPS: Final = 5
 """Number of trained steps without a reward of at least `eval.solved_at` after which the warning is
 emitted. With an evaluation, one step is enough."""
 NEWEST_SCORES: Final = 200
-"""Failures are counted among this number of newest scores."""
+"""Number of newest scores among which failures are counted."""
 FAILED_SHARES: Final = (0.01, 0.1)
 """Shares of failures of one kind among the newest scores. A warning is emitted at the first share,
 and another one at the second."""
@@ -57,8 +57,8 @@ class LearningRule:
     Attributes:
         name: Name of the warning.
         needs: Metrics without which the rule is not evaluated.
-        holds: Function that returns whether the condition holds for the metrics of a step. message:
-            Function that returns the text of the warning for the metrics of a step.
+        holds: Function that returns whether the condition holds for the metrics of a step.
+        message: Function that returns the text of the warning for the metrics of a step.
         streak: Number of consecutive steps at which the condition must hold.
     """
 
@@ -275,7 +275,8 @@ class UnreachedThreshold:
     `zero_reward` instead.
 
     Args:
-        solved_at: The setting `eval.solved_at`; None if no other setting depends on it.
+        solved_at: The setting `eval.solved_at`; None if the run does not use it, because it has
+            neither evaluations nor difficulty pools.
         before: Metrics of the steps that were trained before a resume.
         evaluated: Largest rewards of the evaluations before a resume.
     """

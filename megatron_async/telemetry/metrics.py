@@ -6,7 +6,8 @@ Invariants
   line of an earlier process is removed when the file is opened. A failing disk raises CannotWrite.
 - Each start of the trainer has a lineage number, which every line contains. After a resume from a
   checkpoint of step n, the lines of later steps that were trained before the resume remain in the
-  file. `read_metrics` uses only the line with the highest lineage number of each step.
+  file. `read_metrics` uses only the line with the highest lineage number of each step, and no
+  step after the last one of the newest lineage.
 """
 
 import json
@@ -53,8 +54,9 @@ class MetricsWriter:
 
         Args:
             step: Number of the step.
-            metrics: The metrics of the step by name. kind: Kind of the line, such as train or eval.
-                **labels: Further texts of the line, which are not passed to the trackers.
+            metrics: The metrics of the step by name.
+            kind: Kind of the line, such as train or eval.
+            **labels: Further texts of the line, which are not passed to the trackers.
         """
         for tracker in self._trackers:
             if (news := tracker.take_problem()) is not None:
@@ -141,8 +143,8 @@ class MetricsWriter:
 
 
 def evaluated_sets(line: Mapping[str, float]) -> dict[str, str]:
-    """Return the sets of an evaluation as a mapping from the set's name to the prefix of its
-    metrics in `line`."""
+    """Return the sets of an evaluation, in order, as a mapping from the set's name to the prefix of
+    its metrics in `line`."""
     prefixes = [name.removesuffix("/accuracy") for name in line if name.endswith("/accuracy")]
     return {p.removeprefix("eval").removeprefix("/") or "held-out": p for p in prefixes}
 

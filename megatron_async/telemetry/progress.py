@@ -73,8 +73,9 @@ class Progress:
         """Show the progress of a run until `ended` returns a result; return this result.
 
         Args:
-            ended: Function that returns None while the run continues. status: Function that returns
-                the present status of the rollout manager; None if the run has no rollout manager.
+            ended: Function that returns None while the run continues.
+            status: Function that returns the present status of the rollout manager; None if the run
+                has no rollout manager.
         """
         with self:
             while (found := ended()) is None:
@@ -87,8 +88,8 @@ class Progress:
         """Show the new lines of the metrics file, and the present status of engines and responses.
 
         Args:
-            status: Status of the rollout manager. It is None if the run has no manager, and empty
-                if the manager has no status yet.
+            status: Status of the rollout manager. It is None if the run has no manager or has
+                ended, and empty if the manager has no status yet.
         """
         if self._silent:
             return

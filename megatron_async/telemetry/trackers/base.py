@@ -33,10 +33,11 @@ class TrackedRun:
         name: Name of the run.
         directory: The run's directory.
         config: The settings.
-        lineage: Number of this start of the trainer; above 0 after a resume. stage: `sft` for a
-            fine-tuning whose run directory an RL run will use too; otherwise empty. step: Number of
-            the first step that is reported. After a resume, reports about this and later steps
-            replace those before the resume.
+        lineage: Number of this start of the trainer; above 0 after a resume or a restart of the
+            ranks.
+        stage: `sft` for a fine-tuning whose run directory an RL run will use too; otherwise empty.
+        step: Number of the first step that is reported. After a resume, reports about this and
+            later steps replace those before the resume.
     """
 
     name: str
@@ -80,8 +81,8 @@ class Tracker:
         """Report the responses of an evaluation: question, response, reward and more."""
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Report the text of the warning `name`, or at the end the totals of the run, with the name
-        `report`."""
+        """Report a text: a warning, whose `name` is `warning/` and the warning's name, or at the
+        end the totals of the run, whose `name` is `report`."""
 
     def checkpoint(self, step: int, path: Path) -> None:
         """Report that a checkpoint that can be restored is on disk."""
@@ -126,8 +127,8 @@ class BackgroundTracker:
             self._lost("is too slow: calls are dropped")
 
     def take_problem(self) -> str | None:
-        """Return a message if there was a first failed call or a first dropped call since the last
-        call of this method; otherwise None."""
+        """Return a message about the tracker's first failed or first dropped call, if this method
+        has not returned it before; otherwise None."""
         news, self._news = self._news, None
         return news
 
