@@ -70,7 +70,8 @@ class RunDirectory:
     """Digest of the tokenizer and chat template with which the run was started. A resume must use
     the same ones."""
     data_file = _PathOf("data.json")
-    """Identity of the data files that the run reads: the size and a hash of each file."""
+    """Identity of the data files that the run reads: the size and a hash of each file (see
+    `tasks.data_identity`)."""
     id_file = _PathOf("id")
     """Random name of the run, which is part of the names of its directories outside the run
     directory."""
@@ -84,7 +85,7 @@ class RunDirectory:
     outcome_file = _PathOf("outcome")
 
     def never_trained(self) -> bool:
-        """Return whether a launch of this run has failed before any step was trained."""
+        """Return whether a launch of this run has failed and no launch has trained a step."""
         return self.failed_start_file.exists() and not self._has_trained()
 
     def check_free(self, *, resumable: bool = True) -> None:
@@ -316,8 +317,9 @@ class RunDirectory:
             log_file: The process's log, which the message names.
 
         Raises:
-            UserError: If the reported exit code is 2. ComponentFailure: If it is another one, or
-                the run directory is missing or cannot be written.
+            UserError: If the reported exit code is 2.
+            ComponentFailure: If it is another one, or the run directory is missing or cannot be
+                written.
         """
         self.check_exists()
         left = self.pop_failure()
@@ -336,8 +338,8 @@ class RunDirectory:
             )
 
     def report_outcome(self, outcome: RunOutcome) -> None:
-        """Write how the trainer ranks ended. The process that runs the rollout manager waits for
-        this."""
+        """Write how the trainer ranks ended. On a cluster, the launcher on the first rollout node
+        waits for this."""
         write_atomically(self.outcome_file, outcome.value)
 
     def outcome(self, earlier: int = 0) -> RunOutcome | None:
