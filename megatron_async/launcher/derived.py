@@ -140,8 +140,8 @@ class DerivedRun:
 
 
 def derive(config: RunConfig, machine: Machine) -> DerivedRun:
-    """Derive each setting in `_RULES` that no file, recipe, preset or command line has set from
-    `machine` and the other settings."""
+    """Derive from `machine` and the other settings each setting in `_RULES` that no file, recipe,
+    preset or command line has set; return the new settings with a reason for each."""
     found: list[Derived] = []
     # Later rules read the results of earlier ones, so the order of `_RULES` matters.
     for name, rule in _RULES.items():
@@ -279,12 +279,12 @@ def layout_lines(config: RunConfig, machine: Machine) -> list[str]:
 
 
 def check_memory(config: RunConfig, machine: Machine) -> None:
-    """Raise UserError if the weights and optimizer state of a run certainly do not fit into the
-    memory of its GPUs.
+    """Raise UserError if weights and optimizer state do not fit into the memory of a GPU, or if
+    SGLang's share of the memory leaves too little for a weight update.
 
-    It is refused if a trainer's weights and optimizer state exceed a GPU, if an engine's weights
-    do, or if SGLang's share of the memory leaves too little for a weight update. What can only be
-    estimated, such as the memory of activations, never causes a refusal.
+    With Adam, the weights and the optimizer state of a trainer are checked; without quantization,
+    the weights of an engine. Less certain estimates, such as the memory of activations, never cause
+    a refusal. Nothing is checked on the CPU; if the model's shape is unknown, no weights are.
     """
     if machine.device == "cpu":
         return

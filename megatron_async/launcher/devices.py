@@ -65,7 +65,8 @@ def split_devices(gpus: Sequence[str], config: RunConfig) -> DeviceSplit:
 
     Raises:
         UserError: There are too few GPUs for the ranks, or for ranks and engines with
-            `weights.transport: distributed`; or the transport needs shared GPUs.
+            `weights.transport: distributed`; or the transport is `tensor`, which needs shared GPUs,
+            and the engines have separate ones.
     """
     check_sharing(config)
     ranks, for_engines = config.parallel.ranks, config.engines.count * config.engines.tensor
@@ -124,7 +125,8 @@ def split_of_this_machine(config: RunConfig) -> DeviceSplit:
     which assigns its own GPUs.
 
     Raises:
-        UserError: There are too few GPUs for these settings, or Ray is needed and not installed.
+        UserError: There are too few GPUs for these settings, the weight transport needs shared GPUs
+            and the engines have separate ones, or Ray is needed and not installed.
     """
     check_ray(config)
     check_trainer_here(config)

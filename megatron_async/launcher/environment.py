@@ -7,7 +7,8 @@ MEGATRON_ASYNC_SETUP. Variables that all roles must share are in `engines.nodes`
 engine's server are in `engines.sglang.process.server_environment`.
 
 Invariants
-- A variable that the user has set is kept, unless the run cannot work with its value.
+- A variable that the user has set is kept, unless the run cannot work with its value, or the
+  variable configures a Ray node that a launch starts (`_RAY_NODE`).
 """
 
 from collections.abc import Mapping
@@ -111,7 +112,7 @@ def allocator_notices(config: RunConfig, device: str, base: Mapping[str, str]) -
     which do not work if trainer and engines share GPUs.
 
     Args:
-        config: The run's settings.
+        config: The run's settings. Without `engines.placement: colocated` there are no notices.
         device: Kind of device of the engines. On the CPU there are no notices.
         base: Environment of this process.
     """

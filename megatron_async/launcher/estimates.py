@@ -9,8 +9,8 @@ The estimates have three uses:
   one takes longer than `checkpoint.timeout_seconds`.
 
 After the stop signal, the run ends its current step and then saves a checkpoint. If a checkpoint
-was being written at the signal, the last one is written after it. So a stop takes as long as a step
-or a save, whichever is longer, plus another save.
+was being written at the signal, the last one is written after it. So a stop takes at most the time
+of a step or of a save, whichever is longer, plus that of another save.
 
 Invariants
 - Rates are settings of the run (`checkpoint.write_gb_per_s`) or assumptions of the simulator;
@@ -39,7 +39,7 @@ from megatron_async.simulate.planner import training_seconds
 # and queues the job again.
 END_SECONDS: Final = 90
 # Smallest result of `stop_seconds`. It covers what is not estimated: the time of a step on a CPU,
-# and fixed costs, which dominate for small models.
+# checkpoints of models of unknown shape, and fixed costs, which dominate for small models.
 _MIN_STOP_SECONDS: Final = 90
 _GB: Final = 1e9
 _STEPS: Final = 1000
@@ -167,7 +167,7 @@ def checkpoints_with_room(config: RunConfig, directory: RunDirectory) -> Checkpo
     """
     try:
         shape = shape_of(config)
-    # The model may be of a user's own family, whose config.json names its sizes otherwise.
+    # The model may be of a user's own family, whose config.json has other names for its sizes.
     except UserError:
         return None
     found = Checkpoints.of(config, shape)

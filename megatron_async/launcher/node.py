@@ -12,7 +12,8 @@ any order. The processes find each other through the session's files; no port is
 
 Invariants
 - The exit code is 0 if the run is complete, 75 (EX_TEMPFAIL) if the run stopped with a checkpoint
-  on request and should be queued again, 2 after bad input, and 1 if a component failed.
+  on request and should be queued again, 2 after bad input, and 1 if a component failed. A rollout
+  node other than the first does not know the outcome and returns 0 when the session ends.
 - The process ends when its session is closed or a newer one has started; its child processes end
   with it.
 - Every wait has a time limit.
@@ -53,8 +54,8 @@ from megatron_async.run_directory import RunDirectory, RunOutcome
 REQUEUE_CODE = os.EX_TEMPFAIL
 _POLL_SECONDS = 0.5
 _RAY_STOP_SECONDS = 15.0
-# A Ray node other than the head. If the head has ended first, the node would wait long for it when
-# it is asked to end, so it is killed early. It has nothing left to do.
+# Time after which a Ray node other than the head is killed if it has not ended on request. If the
+# head has ended before, the node waits long for it, although it has nothing left to do.
 _RAY_JOINED_STOP_SECONDS = 3.0
 # Longest wait for the run's lock of a lost node. A file system releases the locks of a dead host in
 # less time (NFS: 90 s).
@@ -196,7 +197,8 @@ def drive_rollout(
 
     Raises:
         UserError: Bad input, reported by the rollout side.
-        ComponentFailure: The rollout side failed, or the session was closed or superseded.
+        ComponentFailure: The rollout side failed, a trainer node left the cluster, or the session
+            was closed or superseded.
     """
     from megatron_async.launcher.rollout_side import RolloutSide
     from megatron_async.telemetry.progress import Progress

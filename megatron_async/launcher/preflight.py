@@ -3,7 +3,7 @@ layout is impossible or the task is invalid.
 
 Invariants
 - Every refusal is a `UserError` whose message names the remedy.
-- `train` and `launch` (also with `--dry-run`), `doctor --config`, `sft` and `eval` make the same
+- `train` and `launch` (also with `--dry-run`), `doctor --config`, `sft` and `eval` use these
   checks; `settings --of` shows their findings.
 - A check may replace a default, and a notice names the replacement. It never replaces a value that
   the user has set.
@@ -34,7 +34,7 @@ from megatron_async.simulate.recomputation import check_recompute
 from megatron_async.tasks.data_identity import data_changes, data_identity
 
 # With bfloat16, which has eight significant bits, rounding changes a log-prob of -5 by up to 0.016.
-# A mean difference below this tolerance is therefore not possible.
+# A mean difference below this tolerance is therefore not to be expected.
 _MIN_TOLERANCE_OF_BFLOAT16 = 1e-3
 
 
@@ -290,7 +290,8 @@ def check_run(config: RunConfig, *, generates: bool = True) -> PreflightResult:
     from megatron_async.telemetry.trackers.build import build_trackers
 
     check_engines(config.engines)
-    if is_import_path(config.algorithm.loss.name):  # The import is here because it imports torch.
+    # The module is imported only for a user's own loss, because it imports torch.
+    if is_import_path(config.algorithm.loss.name):
         from megatron_async.algorithms.own_loss import check_own_loss
 
         check_own_loss(config.algorithm)
@@ -396,7 +397,8 @@ def _trial_episode(
     Args:
         config: The run's settings.
         payload: Problem of the episode.
-        longest: Largest number of tokens that an engine accepts; None if unknown.
+        longest: Largest number of tokens of prompt and response together that an engine accepts;
+            None if unknown.
     """
     if not config.has_episodes:
         return PreflightResult(config)

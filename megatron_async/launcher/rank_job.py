@@ -115,7 +115,8 @@ def directory_of(
             session = Session.join(directory, session_name)
             stack.callback(session.close)
             session.begin()
-        # This node must write nothing, because the first node refuses a directory that exists.
+        # This node must write nothing, because the first node creates the directory and checks that
+        # no run has it.
         else:
             session = Session.begun(directory, session_name, RENDEZVOUS_SECONDS)
         yield directory, TrainerNode(session, index, config.parallel.nodes, node_address())

@@ -1,9 +1,9 @@
 """Ensures by the lock `RUN_DIR/run.lock` that only one launch at a time uses a run.
 
 Every command that changes a run acquires the lock before it writes anything. `train`, `sft`,
-`quickstart` and, on a cluster, the first rollout node hold it until they end, and `trajectories
---drop` while it drops trajectories. Commands that only read a run (`report`, `trajectories`,
-`replay`, `eval`, `convert`) do not need it.
+`score`, `quickstart`, `rollout` and, on a cluster, the first rollout node hold it until they end,
+`launch` while it prepares the run, and `trajectories --drop` while it drops trajectories. Commands
+that only read a run (`report`, `trajectories`, `replay`, `eval`, `convert`) do not need it.
 
 Invariants
 - A refused launch has changed nothing. The refusal names the process and host that use the run.
@@ -65,8 +65,8 @@ def hold_run_lock(
     process left in the run directory.
 
     Args:
-        directory: The run directory. what: The command that uses the run, shown to others that are
-            refused.
+        directory: The run directory.
+        what: The command that uses the run, shown to others that are refused.
         session: Name of the session, in a launch over several nodes.
         wait_seconds: How long to wait for another process to release the lock.
 

@@ -82,7 +82,8 @@ class Session:
         return session
 
     def begin(self) -> None:
-        """Make this session the owner of the run; the first rollout node calls this.
+        """Make this session the owner of the run. The first rollout node calls this; in a job with
+        trainer ranks only, node 0 does.
 
         Raises:
             UserError: The session's name was used by an earlier launch.
@@ -176,8 +177,8 @@ class Session:
         Args:
             file: The file.
             seconds: Time limit.
-            late: What did not appear, for the error message after the limit. over: The error
-                message if the session is closed.
+            late: What did not appear, for the error message after the limit.
+            over: The error message if the session is closed.
 
         Raises:
             ComponentFailure: The limit has passed, or the session was closed.

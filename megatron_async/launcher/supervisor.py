@@ -51,7 +51,7 @@ def supervise(config: RunConfig, directory: RunDirectory, devices: DeviceSplit) 
         if code != 0:
             directory.raise_failure(ranks.log)
             raise ranks.failure("the trainer")
-        # The file may have a failure from which the ranks recovered by a restart.
+        # The run directory may still have a failure from which the ranks recovered by a restart.
         directory.pop_failure()
 
 
