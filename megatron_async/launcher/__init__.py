@@ -14,6 +14,6 @@ the engines and scorers.
 - environment: environment variables of every role, including GPU settings.
 - derived: settings that are derived from the machine and the model unless the user sets them.
 - estimates: estimated memory, size of checkpoints, and time of a step, a weight update and a stop.
-- preflight: checks that refuse a run before any process starts.
+- preflight: checks that refuse a run before its processes start.
 - run_lock: ensures that only one launch at a time uses a run directory (`run.lock`).
 """

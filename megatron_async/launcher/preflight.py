@@ -1,5 +1,8 @@
-"""Checks a run before any process starts, and refuses it for example if the model is missing, the
+"""Checks a run before its processes start, and refuses it for example if the model is missing, the
 layout is impossible or the task is invalid.
+
+The checks start processes only to try rewards and to play one episode. These processes end with the
+check.
 
 Invariants
 - Every refusal is a `UserError` whose message names the remedy.
@@ -276,7 +279,8 @@ def check_policy(config: RunConfig, *, tokenizer: bool = True) -> Architecture:
 
 
 def check_run(config: RunConfig, *, generates: bool = True) -> PreflightResult:
-    """Check model, weights, parallel layout, engines and task, without starting a process.
+    """Check model, weights, parallel layout, engines and task, without starting the run's
+    processes.
 
     Args:
         config: The run's settings.
@@ -322,10 +326,7 @@ def check_run_leniently(config: RunConfig) -> PreflightResult:
 
 def check_evaluation(config: RunConfig, model_path: Path) -> PreflightResult:
     """Check before an evaluation that an engine can load the model in `model_path`, and that the
-    task works with its tokenizer.
-
-    This starts no process.
-    """
+    task works with its tokenizer. This starts no engine."""
     check_served(model_path)
     return _check_task(config.with_section("model", path=str(model_path)), trains=False)
 
@@ -398,7 +399,7 @@ def _trial_episode(
         config: The run's settings.
         payload: Problem of the episode.
         longest: Largest number of tokens of prompt and response together that an engine accepts;
-            None if unknown.
+            None if nothing limits it.
     """
     if not config.has_episodes:
         return PreflightResult(config)
