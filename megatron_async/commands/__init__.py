@@ -20,8 +20,8 @@
 - library: the Python functions `train` and `open_run`.
 - replay: feeds the recorded events of a run to the scheduler of the installed code, and fails if it
   returns another action than was recorded.
-- simulate: `simulate` predicts the speed of a run, `plan` searches for a good layout, and
-  `fit-lengths` fits distributions to recorded response lengths.
+- simulate: `simulate` predicts the speed of a run, `plan` searches for a good layout and schedule,
+  and `fit-lengths` fits distributions to recorded response lengths.
 - doctor: prints what is installed and what a run will use.
 - machine_checks: the checks of `doctor` that do not concern Python packages, such as the driver.
 """

@@ -64,7 +64,7 @@ def eval_command(
             typer.echo(f"{name}: {result.message()}, {result.seconds:.1f} s")
         if samples is not None:
             # `evaluate_checkpoints` numbered the models for the engine. These numbers mean nothing
-            # to a reader, so the version that exported the model replaces them.
+            # to a reader, so the policy version that the exported model contains replaces them.
             origin = {"model": str(path), "versions": [exported] if exported else []}
             append_json_lines(samples, [{**sample, **origin} for sample in found.samples()])
 

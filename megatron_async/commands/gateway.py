@@ -1,7 +1,7 @@
 """`megatron-async gateway`: serves a model by the chat API that agents use, without training.
 
-During a run, the gateway stores each call as a turn of an agent's episode. Here each call is
-independent: nothing is stored, and calls run concurrently.
+The gateway replies as in a run. In a run, however, each call becomes a turn of an agent's episode.
+Here each call is independent: nothing is stored, and calls run concurrently.
 """
 
 import asyncio

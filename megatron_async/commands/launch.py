@@ -328,8 +328,9 @@ def _check(
     """Check that the run can start on the nodes of `cluster`; return its final settings, notices,
     and lines to show.
 
-    The lines describe the layout and the estimates. If a dry run is refused, they are printed
-    before the error is raised.
+    The lines describe the training data and, in a dry run, also the layout, the estimates and the
+    derived settings. If `check_run` refuses a dry run, the latter are printed before the error is
+    raised, because they need only the settings and the model's config.json.
 
     Raises:
         UserError: The run cannot start on these nodes.

@@ -1,5 +1,5 @@
-"""Checks of a machine for `doctor`, each with a remedy: driver, compilers, limits, InfiniBand and
-free space. Python packages are checked elsewhere.
+"""Checks of a machine for `doctor`, each with a remedy: driver, glibc, compilers, NCCL, InfiniBand,
+limits and free space. `commands/doctor.py` lists the Python packages.
 
 Invariants
 - Nothing is started except `nvidia-smi` and `nvcc --version`, with a time limit; nothing is
@@ -185,7 +185,8 @@ def look() -> MachineFacts:
     import torch
 
     driver = _line(0, "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    # If the driver is too old for this torch, CUDA is not available, but the driver is found.
+    # If the driver is too old for this torch, CUDA is not available. The driver is found
+    # nevertheless, so that the machine is checked for CUDA.
     cuda = torch.version.cuda if driver or torch.cuda.is_available() else None
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     return MachineFacts(

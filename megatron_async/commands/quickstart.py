@@ -32,12 +32,10 @@ _PROMPTS_BEFORE_SFT = 64
 
 
 def quick_dtype(config: RunConfig) -> str:
-    """Return the value of `model.dtype` for the quickstart's fine-tuning: bfloat16 on a CPU that is
-    fast with it, otherwise the setting's own value.
+    """Return the data type for the quickstart's fine-tuning: bfloat16 if `model.dtype` is auto,
+    there is no GPU, and this CPU has instructions for products of bfloat16; else `model.dtype`.
 
-    It is bfloat16 if `model.dtype` is auto, there is no GPU, and this CPU has instructions for
-    products of bfloat16. On such a CPU, bfloat16 is about twice as fast as float32, which `auto`
-    would mean. Otherwise it is `model.dtype`.
+    On such a CPU, bfloat16 is about twice as fast as float32, which `auto` would mean.
     """
     found = torch.cpu.get_capabilities()
     quick = found.get("avx512_bf16", False) or found.get("amx_bf16", False)

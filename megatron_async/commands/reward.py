@@ -25,7 +25,8 @@ def reward_command(config_file: Path, overrides: Sequence[str], responses: Path)
     Args:
         config_file: YAML file with the reward's settings.
         overrides: Settings that replace those of the file.
-        responses: File whose rows each contain a problem and one or more responses to it.
+        responses: File whose rows each contain a problem, or the index of one of the task, and one
+            or more responses to it.
 
     Raises:
         UserError: A row is not valid; raised before anything is scored.

@@ -24,12 +24,13 @@ def score_command(
     session: str | None,
     index: int,
 ) -> None:
-    """Compute the log-probs of the tokens in `data` and write them to `out`.
+    """Compute the log-probs of the token sequences in `data` and write them to `out`.
 
     Args:
         config_file: YAML file with the settings.
         overrides: Settings that replace those of the file.
-        data: JSONL file with a sequence of tokens in each row.
+        data: JSON Lines or Parquet file whose rows are sequences, with the columns `input_ids` and
+            `loss_mask`.
         out: New safetensors file.
         session: Session that connects several nodes; None on one machine.
         index: Index of this node in the session.

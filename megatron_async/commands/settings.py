@@ -1,7 +1,8 @@
 """`megatron-async settings [SECTION] [--of FILE]`: prints settings and their values in a file.
 
-With a file, it prints the values that a run of the file would use on this machine. Among them are
-values that are derived from the machine (`launcher.derived`) and the data (`launcher.preflight`).
+With a file, it prints the values that a run of the file would use on this machine. Settings that
+nobody has set may have values that are derived from the machine (`launcher.derived`) and the data
+(`launcher.preflight`).
 """
 
 from collections.abc import Sequence

@@ -79,7 +79,7 @@ def sft_command(
 
 def own_name(config: RunConfig) -> RunConfig:
     """Return the settings with "-sft" added to the run's name, so that `train` with the same file
-    can use the name itself."""
+    can use the name itself. A name that ends with "sft" stays."""
     name = config.name
     return config.model_copy(update={"name": name if name.endswith("sft") else f"{name}-sft"})
 

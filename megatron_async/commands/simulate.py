@@ -85,7 +85,8 @@ def fit_command(file: Path, cut: int | None) -> None:
 
     Args:
         file: File with the lengths.
-        cut: Limit at which longer responses were truncated, in tokens; None if none were.
+        cut: Number of tokens; responses of this length or more count as cut off there. None to use
+            the lengths as recorded.
 
     Raises:
         UserError: The file has no usable lengths.
@@ -126,8 +127,9 @@ def plan_command(
     Args:
         config: File with the settings.
         overrides: Settings that replace those of the file.
-        presets: Names of the schedule presets to consider, separated by commas.
-        top: Number of plans to simulate and print.
+        presets: Names of the schedule presets to consider, separated by commas; empty for that of
+            the file, or for all if it names none.
+        top: Number of plans to simulate and print; of each schedule and placement at least one is.
         wide: Whether to print a wide table.
         all_assumptions: Whether to print all assumptions instead of the most important three.
 

@@ -39,8 +39,8 @@ _REPORTS = 10
 # Number of concurrent requests for answers. An endpoint gets no more connections than this. An
 # engine may process fewer at once and queues the others.
 _CONCURRENCY = 64
-# Number of retries of a request if the endpoint replies that it is busy. After them the command
-# ends with an error.
+# Number of retries of a request to an endpoint that is busy, fails or cannot be reached. After them
+# the command ends with an error.
 _RETRIES = 3
 
 T = TypeVar("T")

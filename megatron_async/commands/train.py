@@ -119,10 +119,8 @@ def resume_command(
 
 
 def complete(directory: RunDirectory, before: RunConfig, settings: RunConfig) -> str:
-    """Return a message if a resume has nothing to do, because the run is complete; otherwise an
-    empty string.
-
-    It needs none if it has trained all its steps and `settings` do not raise their number.
+    """Return a message if a resume has nothing to do, because the run has trained all its steps and
+    `settings` do not raise their number; otherwise return an empty string.
 
     Args:
         directory: The run directory.
