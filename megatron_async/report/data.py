@@ -99,7 +99,8 @@ class RunData:
 
     @property
     def began(self) -> float:
-        """Time of the end of the first step, in seconds since 1970; 0 if there is no step."""
+        """Time of the end of the first step or evaluation, in seconds since 1970; 0 if there is
+        none."""
         return min((line["time"] for line in (*self.train, *self.evaluations)), default=0.0)
 
 
@@ -142,8 +143,8 @@ def _decoder(models: Sequence[Path]) -> Callable[[Sequence[int]], str]:
     """Return a function that turns tokens into text by the tokenizer of the first model that has
     one.
 
-    If none has a tokenizer, the text only says how many tokens there are. This happens if `models`
-    has a relative path and the report is not made in the directory in which the run was started.
+    If none has a tokenizer, the text only says how many tokens there are. A model with a relative
+    path is found only if the report is made in the directory in which the run was started.
     """
     for model in models:
         with suppress(UserError):
@@ -216,7 +217,8 @@ def _pieces_of(messages: Sequence[Mapping[str, Any]], author: str) -> tuple[Piec
     """Return the messages of a conversation, each with its role as heading.
 
     Args:
-        messages: The messages. author: The policy version that wrote the assistant's messages.
+        messages: The messages.
+        author: The policy version that wrote the assistant's messages.
     """
     shown = messages[: 2 * _MAX_TURNS]
     return tuple(
@@ -226,8 +228,8 @@ def _pieces_of(messages: Sequence[Mapping[str, Any]], author: str) -> tuple[Piec
 
 
 def _facts(row: dict[str, Any]) -> str:
-    """Return the reward, the score's components and the problems of an evaluated response in
-    words."""
+    """Return in words the reward of an evaluated response, the components of its score, and faults
+    of the scoring."""
     reward, answer = row.get("reward"), row.get("answer")
     facts = ["no score" if reward is None else f"reward {reward:.3g}"]
     components = {k: v for k, v in row.get("parts", {}).items() if (k, v) != ("score", reward)}

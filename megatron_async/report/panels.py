@@ -68,11 +68,12 @@ class Panel:
     """A figure that shows metrics over the steps of a run.
 
     Attributes:
-        series: Pairs of a label and the metric that is drawn with it. good: Description of a good
-            curve, which the page shows. band: Metric around which an area is shaded. The ends of
-            the area are the values BAND/below and BAND/above from `drawn`. Empty means no area.
-            band_name: Meaning of the area, for the legend. scale: Factor by which the metrics are
-            multiplied.
+        series: Pairs of a label and the metric that is drawn with it.
+        good: Description of a good curve, which the page shows.
+        band: Metric around which an area is shaded. The ends of the area are the values BAND/below
+            and BAND/above from `drawn`. Empty means no area.
+        band_name: Meaning of the area, for the legend.
+        scale: Factor by which the metrics are multiplied.
     """
 
     title: str
@@ -292,8 +293,8 @@ def evaluation_reward(run: RunData) -> Figure | None:
 
 
 def event_timeline(run: RunData) -> Figure | None:
-    """Draw the times of warnings and resumes, with a row for each warning's name; return None if
-    there are none."""
+    """Draw the times of warnings and resumes, with a row for each warning's name and one for
+    resumes; return None if there are none."""
     points = [
         (line["time"], str(line["name"]), str(line["message"])[:160]) for line in run.warnings
     ]

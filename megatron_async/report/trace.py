@@ -73,8 +73,8 @@ class _Engine:
     Attributes:
         lanes: Lanes of its requests.
         running: Number of its running requests.
-        idle_since: Time at which its last request ended, in seconds; None while it runs requests or
-            is down.
+        idle_since: Time at which its last request ended or, before the first request, at which it
+            became ready, in seconds; None while it runs requests or is down.
     """
 
     pid: int
@@ -99,8 +99,7 @@ class Trace:
         self._names = {_TRAINER: "trainer", _SCHEDULER: "scheduler"}
         self._names |= {_SCORERS: "scorers", _ENVIRONMENTS: "environments"}
 
-    # ------------------------------------------------------------ events and actions of the
-    # scheduler
+    # ------------------------------------------------------------ the scheduler's record
 
     def take(self, exchange: Exchange, at: float) -> None:
         """Add an exchange to the trace: an event that the scheduler received at time `at`, and the
@@ -286,8 +285,8 @@ class Trace:
         """Add the trainer's steps and their phases from the lines of metrics.jsonl.
 
         Args:
-            lines: The lines of metrics.jsonl about training steps. since: Time in seconds. Steps
-                that began earlier are left out.
+            lines: The lines of metrics.jsonl about training steps.
+            since: Time in seconds. Steps that began earlier are left out.
         """
         for line in lines:
             begin = line["time"] - sum(line.get(name, 0.0) for _, name in TRAINER_PHASES)
