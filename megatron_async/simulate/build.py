@@ -1,11 +1,12 @@
 """Builds a simulated world from a run's configuration, and runs it.
 
-The simulation uses these settings of the run: `schedule`, `parallel`, `engines.count`,
-`engines.tensor`, `engines.max_running_requests`, `sampling.max_new_tokens`, `seed`,
-`task.scorer_workers` and `trainer.microbatch_tokens`. All other inputs are in the section
-`simulate`. The run's `engines.max_total_tokens` is not used, because it may be chosen for another
-GPU: the KV capacity is `simulate.kv_capacity_tokens` or, if that is not set, computed for the
-simulated GPU or read from the measured cost model.
+The simulation uses these settings of the run: `model`, `schedule`, `parallel`, `engines.count`,
+`engines.tensor`, `engines.max_running_requests`, `engines.placement` (for `trainer.recompute`),
+`sampling.max_new_tokens`, `seed`, `task.scorer_workers`, `algorithm.epochs`, `optimizer.sharded`,
+and of `trainer` `microbatch_tokens`, `logprob_chunk_tokens` and `recompute`. All other inputs are
+in the section `simulate`. `engines.max_total_tokens` is not used: the KV capacity is
+`simulate.kv_capacity_tokens` or, if that is not set, computed for the simulated GPU or read from
+the measured cost model.
 """
 
 from dataclasses import replace

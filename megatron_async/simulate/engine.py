@@ -59,8 +59,8 @@ class SimulatedRequest:
             episode, including the environment's tokens.
         remaining: Number of tokens that this stint has to generate.
         was_preempted: Whether the engine preempted the request since its submission.
-        joined: Value of the engine's `steps` at which the stint started. finish_at: Value of the
-            engine's `steps` at which the response, or the turn, is complete.
+        joined: Value of the engine's `steps` at which the stint started.
+        finish_at: Value of the engine's `steps` at which the response, or the turn, is complete.
         reported: Number of tokens of this stint that were taken with `Engine.take_tokens`.
         prefixes: Value of `Engine.prefixes` at admission. Only requests of the group with the same
             value share the KV of the prompt.
@@ -83,8 +83,8 @@ class SimulatedRequest:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens after the prompt that were reported so far, in earlier stints and in
-        this one."""
+        """Number of tokens after the prompt that are known so far: those of `before`, and those
+        taken in this stint."""
         return self.before + self.reported
 
     def write(self, tokens: Tokens) -> None:
@@ -148,9 +148,9 @@ class Engine:
         kv: Number of tokens of running requests in the KV cache.
         stall: Seconds of prefill that are still to be done before decoding continues.
         paused: Whether the engine is paused for a weight update.
-        stamp: Number of the newest forecast. Events of earlier forecasts must be ignored. prefixes:
-            Number of weight updates that kept the KV cache. Requests share the KV of a prompt only
-            with requests that were admitted after the same update.
+        stamp: Number of the newest forecast. Events of earlier forecasts must be ignored.
+        prefixes: Number of weight updates that kept the KV cache. Requests share the KV of a prompt
+            only with requests that were admitted after the same update.
         running: Running requests by trajectory id, the oldest first.
         counters: Totals for the statistics.
     """

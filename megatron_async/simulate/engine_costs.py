@@ -10,9 +10,11 @@ Invariants
 By the roofline, one decode step of `batch` requests on an engine of tensor-parallel size P takes
 the sum of these times:
 
-    products with weights max(weight_bytes / (P * BW * e_m), 2 * active_parameters * batch / (P * F
-    * e_d)) attention kv_bytes / (P * BW * e_m) tensor parallelism 2 * layers * all_reduce_seconds
-    overhead decode_overhead_seconds
+    weights             max(weight_bytes / (P * BW * e_m),
+                            2 * active_parameters * batch / (P * F * e_d))
+    attention           kv_bytes / (P * BW * e_m)
+    tensor parallelism  2 * layers * all_reduce_seconds
+    overhead            decode_overhead_seconds
 
 BW is the memory bandwidth and F the peak FLOP/s of one GPU. e_m, e_d and e_p are the shares of them
 that are reached (`simulate.efficiency`: `memory_bandwidth`, `decode_flops`, `prefill_flops`). All

@@ -8,8 +8,8 @@ too, because on a GPU torch's Adam computes the square roots of all second momen
 group at once (`torch.optim.adam`, `_multi_tensor_adam`). The Adam of Apex and that of Transformer
 Engine would not need it, because each is a single kernel.
 
-tests/config/test_stage_memory.py compares the estimated state with the memory that the trainer's
-code allocates.
+tests/config/test_stage_memory.py compares the estimated state and peak with the memory that the
+trainer's code allocates.
 """
 
 from dataclasses import dataclass

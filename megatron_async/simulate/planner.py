@@ -69,8 +69,8 @@ _TIE = 0.02
 """Plans whose speed is within this share of the best speed count as equally fast, because the
 simulated step time varies by about as much."""
 _MAX_LARGER = 16
-"""If no plan fits, larger numbers of GPUs are tried, up to this multiple of the requested
-number."""
+"""If no plan fits, or a run would refuse the best one, larger numbers of GPUs are tried, up to this
+multiple of the requested number."""
 _MAX_REMEDIES = 3
 """Maximum number of remedies that the error message names if no plan fits."""
 KV_FILL = 0.92
@@ -87,7 +87,7 @@ class TrainerPlan:
         seconds: Estimated time of training on one batch.
         memory: Estimated peak memory of one GPU in bytes.
         fixed_memory: Bytes of the trainer that stay on a GPU while engines on the same GPU
-            generate; 0 if the trainer is offloaded or has its own GPUs.
+            generate; 0 with `simulate.offload`. Not used if the trainer has its own GPUs.
     """
 
     layout: ParallelConfig

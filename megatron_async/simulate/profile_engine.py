@@ -9,7 +9,7 @@ The file (read by `simulate.cost_model`):
     kv_capacity_tokens: 65536
     decode:                       # one decode step of `batch` requests that read `kv_tokens` of KV
       - {batch: 16, kv_tokens: 2560, seconds: 0.0123}
-    prefill: # seconds of a request in addition to its decode steps
+    prefill:                      # seconds of a request in addition to its decode steps
       - {tokens: 128, seconds: 0.004}
 
 Everything is measured at rest and under load. At rest, requests of equal length start together, or
@@ -112,8 +112,8 @@ class Load:
     Attributes:
         batch: Number of clients.
         seconds: Length of the measured time.
-        requests: Number of requests that ended in the measured time. tokens: Number of tokens that
-            arrived in the measured time.
+        requests: Number of requests that ended in the measured time.
+        tokens: Number of tokens that arrived in the measured time.
         kv_tokens: Mean number of tokens in the KV cache, of all running requests together.
     """
 

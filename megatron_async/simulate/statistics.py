@@ -5,8 +5,8 @@ Invariants
 - Shares of time are shares of the virtual time between two publications of weights: the one that
   ends the warm-up, and the last one.
 - The lag of a trained token is the step that trains it minus the policy version that generated it.
-  The lag in samples of a trajectory is a number of trajectories: those in the batches from the
-  oldest policy version of its trained tokens up to its own batch (`trajectory.sample_lag`).
+  The lag in samples of a trajectory is the number of trajectories in the batches a to n - 1, where
+  a is the oldest policy version of its trained tokens and n its batch (`trajectory.sample_lag`).
 """
 
 import itertools
@@ -107,10 +107,11 @@ class Summary:
         lag_samples_max: Largest lag in samples.
         off_policy: Share of the trained tokens whose lag is not 0.
         recomputed: Number of tokens that were prefilled again, divided by the number of generated
-            tokens. It is the sum of the next three values. recomputed_at_resume: The part of
-            `recomputed` because a response was resumed. recomputed_at_preemption: The part of
-            `recomputed` because a request was preempted. recomputed_at_update: The part of
-            `recomputed` because a weight update discarded the KV cache.
+            tokens. It is the sum of the next three values.
+        recomputed_at_resume: The part of `recomputed` that was due to resumed responses.
+        recomputed_at_preemption: The part of `recomputed` that was due to preempted requests.
+        recomputed_at_update: The part of `recomputed` that was due to weight updates that discarded
+            the KV cache.
         wasted: Number of generated tokens of dropped and restarted trajectories, divided by the
             number of all generated tokens.
         dropped: Number of dropped trajectories by reason, of the whole run.

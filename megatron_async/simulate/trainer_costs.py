@@ -2,8 +2,9 @@
 
 Training on one batch of B sequences in H updates, `epochs` times, takes
 
-    epochs * H * (tokens on the busiest data-parallel rank * seconds per token * pipeline factor +
-    gradient reduction and parameter gathering + update_overhead_seconds) + batch_overhead_seconds
+    epochs * H * (tokens on the busiest data-parallel rank * seconds per token * pipeline factor
+                  + gradient reduction and parameter gathering + update_overhead_seconds)
+    + batch_overhead_seconds
 
 - Seconds per token: (per-parameter FLOPs * active parameters + FLOPs of attention) / (TP * PP * CP
   * F * e_t), plus tensor-parallel communication. F is the GPU's peak FLOP/s, and e_t the share of
