@@ -284,7 +284,7 @@ def check_memory(config: RunConfig, machine: Machine) -> None:
 
     With Adam, the weights and the optimizer state of a trainer are checked; without quantization,
     the weights of an engine. Less certain estimates, such as the memory of activations, never cause
-    a refusal. Nothing is checked on the CPU; if the model's shape is unknown, no weights are.
+    a refusal. On the CPU, nothing is checked. If the model's shape is unknown, weights are not.
     """
     if machine.device == "cpu":
         return
