@@ -5,10 +5,13 @@ A group is the set of trajectories that are sampled from one prompt.
 
 Invariants
 - A prompt that is too long for the engines still becomes a group in the store, and that group is
-  dropped as `refused`. The number of groups therefore says how far the task has been read.
-- If refusals show that the settings are at fault and not the prompts (`engine_health.py`), the run
-  ends with an error that says so. The run also ends if dynamic sampling drops group after group and
-  keeps none, because no batch would ever be complete.
+  dropped as `refused`. Every prompt that was read thus has a group, so a resumed run knows from the
+  number of groups which prompt comes next.
+- If engines refuse so many prompts in a row that the settings must be at fault and not the prompts
+  (`too_many_refusals` in `engine_health.py`), the run ends with an error that says so. Dynamic
+  sampling drops each group whose responses all have the same reward. If it drops every group for
+  `MAX_FILTERED_ROUNDS` batches' worth of responses, the run ends too, because no batch would ever
+  be complete.
 """
 
 import asyncio
@@ -33,16 +36,18 @@ from megatron_async.trajectory.types import (
     TrajectoryState,
 )
 
-# Number of batches' worth of responses after which the run stops if dynamic sampling drops them
-# in a row and keeps no group. Waiting would not help a policy that solves or fails every prompt.
+# Dynamic sampling drops each group whose responses all have the same reward. The run stops once
+# it has dropped this many batches' worth of responses in a row and kept no group: if the policy
+# solves or fails every prompt, no batch would ever be complete.
 MAX_FILTERED_ROUNDS: Final = 20
 
 
 class FilterStreak:
     """Counter of the responses that dynamic sampling has dropped since it last kept a group.
 
-    While dynamic sampling keeps no group, the run waits for a batch that never comes. A round is as
-    many dropped responses as a batch has trajectories.
+    Dynamic sampling drops each group whose responses all have the same reward. While it keeps no
+    group, the run waits for a batch that never comes. A round is as many dropped responses as a
+    batch has trajectories.
     """
 
     def __init__(self, batch_trajectories: int) -> None:
@@ -57,17 +62,20 @@ class FilterStreak:
         return self._members >= MAX_FILTERED_ROUNDS * self._batch
 
     def emitted(self) -> None:
-        """Reset the counts after a batch was emitted, because the batch used the groups that were
-        kept."""
+        """Reset the count of dropped responses and the number of complete groups.
+
+        A batch was emitted and has used up the complete groups, so groups were kept.
+        """
         self._members = self._complete_groups = 0
 
     def dropped(self, complete_groups: int) -> bool:
-        """Count a response that dynamic sampling dropped; return True exactly when the count
-        reaches one batch's worth.
+        """Count a response that dynamic sampling dropped; return True exactly once in a row of
+        dropped responses: when they become one batch's worth.
 
         Args:
             complete_groups: Number of complete groups that wait for a batch. If the number has
-                grown since the last call, a group was kept, and counting starts again.
+                grown since the last call, a group was kept meanwhile, and counting starts again
+                with this response.
         """
         if complete_groups > self._complete_groups:
             self._members = 0
@@ -126,8 +134,8 @@ class Admission:
         self._filtered = FilterStreak(batch)
 
     def filtered(self, complete_groups: int) -> None:
-        """Count a response that dynamic sampling dropped; warn or end the run if too many were
-        dropped in a row.
+        """Count a response that dynamic sampling dropped; warn after one batch's worth of dropped
+        responses in a row, and end the run after `MAX_FILTERED_ROUNDS`.
 
         Args:
             complete_groups: Number of complete groups that wait for a batch.
@@ -145,8 +153,8 @@ class Admission:
     def recovered(self, end_if_complete: Callable[[int], bool]) -> tuple[ev.RecoveredGroup, ...]:
         """Return the store's unconsumed groups in the form that the scheduler needs to resume them.
 
-        Trajectories that cannot be trained are dropped first. With `episode.resume: restart`, open
-        episodes are reset to their prompt.
+        Trajectories with invalid token ids or log-probs are dropped first. With `episode.resume:
+        restart`, episodes that have not ended are reset to their prompt.
 
         Args:
             end_if_complete: Function that finishes a partial trajectory if its stored response is
@@ -171,11 +179,13 @@ class Admission:
     def event_of(self, groups: tuple[ev.RecoveredGroup, ...]) -> ev.Event:
         """Return the event that hands recovered groups to the scheduler.
 
-        For a task with episodes, the event also has the context length of each open episode.
+        For a task with episodes, the event also has the context length of each episode that has not
+        ended.
         """
         if not self._has_episodes:
             return ev.Recovered(groups)
-        # (trajectory id, tokens after the prompt on the branch of its newest turn) of open episodes
+        # Id and context length of each episode that has not ended. The context length counts the
+        # tokens on the branch of the newest turn, without the tokens of the prompt.
         found = []
         for known in (known for group in groups for known in group.trajectories):
             trajectory = self._store.load_trajectory(known.trajectory_id)
@@ -189,7 +199,8 @@ class Admission:
         """Drop a stored trajectory if its token ids or log-probs are invalid; return whether it was
         dropped.
 
-        Such a trajectory was stored by an earlier version of this program, or a file is damaged.
+        This version of the program stores no such trajectory. It comes from an earlier version, or
+        a file is damaged.
         """
         if trajectory.state is TrajectoryState.DROPPED:
             return False
@@ -233,7 +244,8 @@ class Admission:
                     continue
                 self.failures.too_long = 0
                 specs.append(_spec(group))
-            # Thousands of prompts may be too long, and the event loop has other work too.
+            # Thousands of prompts in a row may be too long, so give other tasks of the event loop a
+            # turn.
             await asyncio.sleep(0)
         return tuple(specs)
 
@@ -255,7 +267,8 @@ class Admission:
         """Record that engines refuse every request for this group's prompt; warn, and end the run
         if too many are refused.
 
-        A second refusal of the same group is ignored until an engine accepts a request again.
+        Refusals are counted by group, so a second refusal of the same group counts for nothing. The
+        count restarts from 0 when an engine makes tokens for any request.
         """
         in_row = self.failures.refused(group_id)
         if in_row is not None:
@@ -298,7 +311,9 @@ def _recovered(group: Group, lag_number: Callable[[PolicyVersion], int]) -> ev.R
         numbers = [lag_number(segment.version) for segment in own]
         state = trajectory.state
         if state is TrajectoryState.WAITING and trajectory.turns[-1].end is None:
-            # The input of its newest turn is stored, so the turn's response can be generated.
+            # The environment has replied and the reply is stored as the input of the newest turn.
+            # The scheduler can resume such a trajectory like a partial one, by requesting the
+            # turn's response.
             state = TrajectoryState.PARTIAL
         return ev.RecoveredTrajectory(
             trajectory.trajectory_id,

@@ -21,7 +21,7 @@ class BackgroundTasks:
     """The background asyncio tasks of one driver, and the first failure of the run.
 
     Attributes:
-        failure: First failure reported; None so far.
+        failure: First failure reported; None if there was none so far.
         failed: Event that is set once `failure` is set.
     """
 
@@ -56,7 +56,8 @@ class BackgroundTasks:
             self.failed.set()
 
     def close(self) -> None:
-        """Only log exceptions of background tasks from now on, because the driver is closing."""
+        """Stop reporting exceptions of background tasks as failures of the run, because the driver
+        is closing; they are only logged from now on."""
         self._closed = True
 
     async def cancel(self) -> None:

@@ -4,10 +4,11 @@ store.
 Invariants
 - Every event reaches the scheduler through `_feed`, one event at a time, on the event loop, and the
   driver carries out the resulting actions in order. Nothing else changes the scheduler. Requests
-  that end early in one iteration of the event loop become one event, and only `TokensArrived` and
-  `LeftQueue` events of other requests may overtake it.
-- Pausing engines, allowing an update and resuming engines are carried out one after the other,
-  never concurrently.
+  that are aborted in one iteration of the event loop are collected and reported as one event. Only
+  `TokensArrived` and `LeftQueue` events, which belong to requests that still run, may be passed on
+  before it.
+- The scheduler's actions that pause engines, allow an update and resume engines are carried out one
+  after the other, never concurrently.
 - A stale engine (a new or restarted engine, or one that missed an update) serves no requests. The
   scheduler gets its `EngineUp` only when it has loaded the current version.
 - The driver calls `generation`, `admission` and `monitor`. They report back only by events and by
@@ -42,7 +43,8 @@ from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.packing import pack_groups
 from megatron_async.trajectory.types import DropReason, PolicyVersion
 
-# Groups fetched at once. A run needs hundreds at its start, and the event loop has other work too.
+# Maximum number of prompts that are turned into groups at once. A run needs hundreds of groups at
+# its start; in smaller portions they do not block the event loop.
 _GROUPS_AT_A_TIME = 16
 
 
@@ -177,8 +179,8 @@ class RolloutDriver:
             await self._monitor.suspect(tracked, why)
 
     def engine_stale(self, engine_id: str, why: str) -> None:
-        """Mark an engine that has loaded wrong weights as stale: it serves no requests until it
-        gets the weights again.
+        """Mark an engine that has loaded wrong weights as stale: it serves no requests until the
+        weights have been sent to it again.
 
         The engine's trajectories are resumed on other engines from their last stored token.
         """
@@ -222,7 +224,8 @@ class RolloutDriver:
             try:
                 await what(engine)
             except EngineError as error:
-                # After `close` the engine may belong to the next driver.
+                # After `close` the next driver may use the engine already, so its failure is not
+                # reported.
                 if not self._closed:
                     self.engine_failed(engine.engine_id, str(error))
 
@@ -259,10 +262,11 @@ class RolloutDriver:
         """Wait until the engines are ready for weights of `version`; return the clients of engines
         that must receive them.
 
-        Engines are ready when no request runs or when they are paused, which depends on the
-        settings (`scheduler/update_gate.py`). The wait may take as long as that for a batch,
-        because `drain` waits for the longest response. For a version that is already current, only
-        stale engines are returned.
+        Depending on `schedule.weight_update`, engines are ready when no request runs or when they
+        are paused. The wait has the same limit as the wait for a batch
+        (`trainer.wait_for_batch_seconds`), because with `drain` it lasts until the longest running
+        response is complete. If `version` is the current version already, only stale engines are
+        returned.
 
         Raises:
             ComponentFailure: The rollout side has failed, or the engines are not ready in time.
@@ -302,7 +306,8 @@ class RolloutDriver:
         """Make `version` the current version and let the engines in `engine_ids`, which have loaded
         it, serve requests.
 
-        `verified` may be called before or after this method.
+        Tokens that they make wait until `verified` is called, which may be before or after this
+        call.
         """
         self.sent(version, engine_ids)
         self.statistics.update_ended()
@@ -364,7 +369,8 @@ class RolloutDriver:
                 self.background.spawn(self._feed_aborted())
             self._aborted.append((event.trajectory_id,))
             return
-        # `TokensArrived` and `LeftQueue` belong to running requests; they may overtake the aborts.
+        # `TokensArrived` and `LeftQueue` events belong to requests that still run, so they need not
+        # wait until the collected aborts are reported.
         if not isinstance(event, (ev.TokensArrived, ev.LeftQueue)):
             self._step_aborted()
         self._step(event)
@@ -373,10 +379,11 @@ class RolloutDriver:
         self._step_aborted()
 
     def _step_aborted(self) -> None:
-        """Report all requests that ended early in this iteration of the event loop to the scheduler
-        as one event.
+        """Report all requests that were aborted in this iteration of the event loop to the
+        scheduler as one event.
 
-        When a batch is emitted, hundreds of requests are aborted at once.
+        Reporting them together saves work, because hundreds of requests are aborted at once when a
+        batch is emitted.
         """
         if self._aborted:
             ended, self._aborted = self._aborted, []
@@ -451,14 +458,16 @@ class RolloutDriver:
 
     async def _fetch_prompts(self, count: int) -> None:
         groups = await self._admission.take(min(count, _GROUPS_AT_A_TIME), self._longest_tokens())
-        # The scheduler requests more prompts in reply, as long as it can start more requests.
+        # At most `_GROUPS_AT_A_TIME` groups are passed on. If the scheduler can start more
+        # requests, it replies with another `RequestPrompts`.
         self._feed(ev.PromptsAvailable(groups))
 
     def _longest_tokens(self) -> int | None:
         """Return the largest of the engines' limits on the tokens of prompt and response together;
         None if no limit is known."""
-        # The largest limit counts: an engine with a smaller limit refuses a longer request itself.
-        # While an engine reports no limit, none is known, because it may accept more than others.
+        # The largest limit counts, because an engine with a smaller limit refuses a longer request
+        # itself. As long as one engine reports no limit, it may accept longer requests than all
+        # others, so no new limit is derived.
         limits = [
             tracked.client.max_sequence_tokens or 0 for tracked in self._tracked_engines.values()
         ]
@@ -469,7 +478,9 @@ class RolloutDriver:
     async def _emit(self, action: ev.EmitBatch) -> None:
         groups = [self._store.load_group(group_id) for group_id in action.group_ids]
         self._store.mark_batched(action.group_ids, action.step)
-        # Otherwise a power loss could undo the record, and the batch would be trained twice.
+        # The record that these groups are in a batch is made durable before the trainer gets the
+        # batch. Otherwise a power loss could undo the record, and the groups would be trained
+        # twice.
         position = await self._store.sync(durable=True)
         batch = pack_groups(
             groups,
@@ -492,8 +503,8 @@ class RolloutDriver:
     # ------------------------------------------------------------ reports
 
     def status(self) -> dict[str, Any]:
-        """Return the numbers of engines, requests and tokens, the state counts and the warnings,
-        for display."""
+        """Return the numbers of engines, requests and tokens, the number of trajectories in each
+        state, and the warnings, for display."""
         return {
             "engines_up": sum(tracked.up for tracked in self._tracked_engines.values()),
             "engines": len(self._tracked_engines),

@@ -5,24 +5,25 @@ matters, the time in seconds, which never runs backward. docs/failures.md, "When
 out of service", has the same rules as a table.
 
 Invariants
-- Failures of several prompts in a row on one engine, without a token between them, count against
-  the engine. Failures of only one prompt count against that prompt. If six engines in a row fail on
-  one prompt while other prompts make progress, the prompt is dropped.
+- If requests of `FAILED_PROMPTS_IN_ROW` different prompts fail on one engine and the engine makes
+  no token between these failures, the engine is at fault. If only one prompt fails, the prompt is
+  at fault. A prompt is dropped if `FAILURES_OF_ONE` requests of one of its trajectories fail in a
+  row, or if that many engines in a row die on it while other prompts make progress.
 - An engine's silence is the time in which it has requests and makes no token. The silence does not
-  grow while the engine is suspended, or while one of its tokens waits for the store, because its
-  streams are not read then. An engine is suspended while it is paused, receives weights, is
-  verified, or has released its memory. A first request, a token and the end of a suspension reset
-  the silence to 0; a request that the engine aborts by itself does not. Requests that a suspended
-  engine does not answer count against nothing.
-- A load report counts as missing only if it was requested, could not be read, and the engine is not
-  suspended.
-- A request's silence grows only while its engine is not suspended, reports an empty queue, and none
-  of its tokens waits for the store. A request that waits for space in the KV cache, or that the
-  engine moved back into its queue, has a good reason to be silent.
+  grow while the engine is suspended. It does not grow either while a token of the engine waits to
+  be stored, because the stream of that token is not read meanwhile. An engine is suspended while it
+  is paused, receives weights, is verified, or has released its memory. A first request, a token and
+  the end of a suspension reset the silence to 0; a request that the engine aborts by itself does
+  not. If a suspended engine does not answer a request, nothing is at fault.
+- A load report counts as missing only if it was requested and could not be read while the engine
+  was not suspended.
+- A request's silence grows only while its engine is not suspended, reports an empty queue, and has
+  no token that waits to be stored. While the queue is not empty, the request may be in it: it waits
+  for space in the KV cache, or the engine moved it back. That is a good reason to be silent.
 - A refusal counts only against its prompt. If many prompts in a row are refused and none is
   accepted, the settings are at fault. Prompts that are too long are an exception: a task may be
-  sorted by length, so many of them may precede one that fits. They count as the settings' fault
-  only if a whole epoch must be among them.
+  sorted by length, so many of them may precede one that fits. They end the run only once they are
+  so many in a row that every prompt of the task must be among them, which is twice an epoch.
 """
 
 from collections import Counter
@@ -57,8 +58,8 @@ class Stopwatch:
 
 
 class EngineHealth:
-    """Observations of one engine: its silence, a clock for its requests' silence, and the prompts
-    that failed on it.
+    """Observations of one engine: how long it made no token, a clock by which the silence of each
+    of its requests is measured, and the prompts that failed on it.
 
     Attributes:
         requests: Number of requests on the engine.
@@ -70,7 +71,7 @@ class EngineHealth:
         self.failed_prompts: set[int] = set()
         self._suspensions: set[str] = set()
         self._released_at = float("-inf")
-        self._queue_empty = False  # also until the first load report
+        self._queue_empty = False  # False until the first load report, too.
         self._report_missed = False
         self._unreported = Stopwatch()
         self._storing = 0
@@ -88,8 +89,8 @@ class EngineHealth:
         return self.suspended or self._released_at >= since
 
     def silence(self, now: float) -> float:
-        """Return the seconds for which this engine had requests, was not suspended, and made no
-        token."""
+        """Return the seconds since this engine's last token, counting only the time in which it had
+        requests, was not suspended, and had no token waiting to be stored."""
         return self._silence.seconds(now)
 
     def unreported(self, now: float) -> float:
@@ -101,17 +102,17 @@ class EngineHealth:
         return self._unreported.seconds(now)
 
     def request_clock(self, now: float) -> float:
-        """Return the reading of this engine's request clock in seconds; a request's silence is the
-        difference of two readings.
+        """Return the reading of this engine's request clock in seconds. A request's silence is the
+        reading now minus the reading at the request's last token.
 
-        The clock runs only while a request has no good reason to be silent (see the module's
-        invariants).
+        The clock runs only while no request on the engine has a good reason to be silent: while the
+        engine is not suspended, reports an empty queue, and has no token that waits to be stored.
         """
         return self._request_time.seconds(now)
 
     def suspend(self, why: str, now: float) -> None:
-        """Suspend liveness checks of this engine from time `now` until every reason `why` is
-        released."""
+        """Suspend liveness checks of this engine from time `now` on, for the reason `why`. They
+        stay suspended until `release` was called for each such reason."""
         self._suspensions.add(why)
         self._update(now)
 
@@ -135,12 +136,12 @@ class EngineHealth:
         self._update(now)
 
     def request_ended(self, now: float, *, spontaneous: bool = False) -> None:
-        """Count one request fewer on this engine. If none is left, reset the engine's silence to 0:
-        the time for which it has had requests and made no token.
+        """Count one request fewer on this engine. If no request is left, reset the engine's silence
+        (the time for which it has had requests and made no token) to 0.
 
         Args:
             spontaneous: Whether the engine aborted the request by itself. The silence is then not
-                reset.
+                reset, because such an abort is no sign of progress.
         """
         self.requests -= 1
         self._update(now)
@@ -154,21 +155,21 @@ class EngineHealth:
         self.failed_prompts.clear()
 
     def store_wait_started(self, now: float) -> None:
-        """Record that one more of this engine's streams waits for the store; silence does not grow
-        meanwhile."""
+        """Record that one more of this engine's streams waits until its newest tokens are stored;
+        the engine's silence does not grow meanwhile."""
         self._storing += 1
         self._update(now)
 
     def store_wait_ended(self, now: float) -> None:
-        """Record that one of this engine's streams no longer waits for the store."""
+        """Record that the tokens for which one of this engine's streams has waited are stored."""
         self._storing -= 1
         self._update(now)
 
     def queue(self, waiting: int | None, now: float) -> None:
-        """Record a load report of this engine: the number of requests `waiting` in its queue.
+        """Record a load report of this engine, or that the report could not be read.
 
         Args:
-            waiting: Queued requests; None if the report could not be read.
+            waiting: Number of requests in the engine's queue; None if the report could not be read.
         """
         self._queue_empty = waiting == 0
         self._report_missed = waiting is None
@@ -183,11 +184,11 @@ class EngineHealth:
         self._unreported.set(self._report_missed and not self.suspended, now)
 
     def failed(self, group_id: int) -> bool:
-        """Record a failed request of group `group_id`; return whether `FAILED_PROMPTS_IN_ROW`
-        groups failed since the engine's last token.
+        """Record a failed request of group `group_id`; return whether requests of
+        `FAILED_PROMPTS_IN_ROW` different groups have failed since the engine's last token.
 
-        The caller has checked that the engine still replies. If the result is True, the engine is
-        broken.
+        Call this only after a check that the engine still replies. If the result is True, the
+        engine is broken although it replies.
         """
         self.failed_prompts.add(group_id)
         return len(self.failed_prompts) >= FAILED_PROMPTS_IN_ROW
@@ -201,16 +202,17 @@ class PromptFailures:
     """
 
     def __init__(self) -> None:
-        self._failures: Counter[int] = Counter()  # failed requests, by trajectory
-        self._deaths: Counter[int] = Counter()  # engines that died on its requests, by group
+        # Number of failed requests since the last token, by trajectory.
+        self._failures: Counter[int] = Counter()
+        # Number of engines in a row that died on its requests, by group.
+        self._deaths: Counter[int] = Counter()
         self._tokens_at_death = 0
         self._refused: set[int] = set()  # groups refused since a request last made tokens
         self.too_long = 0
 
     def token(self, trajectory_id: int, group_id: int) -> None:
-        """Forget the failed requests of this trajectory, the deaths of engines on requests of this
-        group, and all refused groups, because an engine made tokens for a request of the
-        trajectory."""
+        """Record that an engine made tokens for this trajectory. Forget the trajectory's failed
+        requests, the engines that died on requests of its group, and all refused groups."""
         self._failures.pop(trajectory_id, None)
         self._deaths.pop(group_id, None)
         self._refused.clear()
@@ -219,7 +221,8 @@ class PromptFailures:
         """Count a failed request of a trajectory on an engine that still replies; return whether
         the trajectory is at fault.
 
-        It is at fault after `FAILURES_OF_ONE` failures without a token between them.
+        It is at fault once `FAILURES_OF_ONE` of its requests have failed without a token between
+        them.
         """
         self._failures[trajectory_id] += 1
         if self._failures[trajectory_id] < FAILURES_OF_ONE:
@@ -234,12 +237,12 @@ class PromptFailures:
             self._failures.pop(trajectory_id, None)
 
     def engine_died(self, began: set[int], tokens: int) -> set[int]:
-        """Count the death of an engine against the groups `began`; return the groups that are now
-        at fault for such deaths.
+        """Count the death of an engine against the groups `began`; return those of them that are
+        now at fault for the deaths of engines.
 
-        A group is at fault after `FAILURES_OF_ONE` engines in a row died before they made a token
-        for it, while the run made tokens elsewhere. Nothing is counted if the run made no token
-        since the last death, because then the groups need not be the cause.
+        A group is at fault once `FAILURES_OF_ONE` engines in a row have died before they made a
+        token for it. Nothing is counted if the run has made no token at all since the last death:
+        every engine may then die for a reason other than its prompts.
 
         Args:
             began: Ids of groups whose requests the engine had accepted, without a token so far.
@@ -264,13 +267,14 @@ class PromptFailures:
 
 
 def too_many_refusals(refused_in_row: int, epoch: int | None = None) -> bool:
-    """Return whether `refused_in_row` refused prompts end the run: at least `REFUSED_IN_ROW`, or
-    twice `epoch` if that is more.
+    """Return whether so many prompts in a row were refused that the settings must be at fault,
+    which ends the run: at least max(`REFUSED_IN_ROW`, 2 * `epoch`).
 
     Args:
         refused_in_row: Number of prompts refused in a row, without an accepted prompt between them.
         epoch: Number of prompts in an epoch if the prompts were refused for their length; otherwise
-            None. Each epoch has its own order, so twice as many prompts in a row contain a whole
-            epoch.
+            None. A task may have most of its too long prompts one after another. Each epoch has its
+            own order, but any 2 * `epoch` prompts in a row contain a whole epoch, and thus every
+            prompt of the task.
     """
     return refused_in_row >= max(REFUSED_IN_ROW, 2 * (epoch or 0))

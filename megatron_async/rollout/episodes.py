@@ -5,23 +5,25 @@ An episode is a trajectory with turns; a turn is an input from the environment a
 of the policy. In training, a turn passes through the following steps. The response of the turn is
 complete (`TurnEnded`). The scheduler emits `StepEnvironment`. `environments/worker.py` steps the
 environment and makes tokens of its reply. The scheduler gets `EnvironmentReady` for the next turn,
-or `EpisodeEnded`. After the last turn, `scoring.py` adds up the rewards of the turns, and a
-complete group goes through `driver._emit` to `trajectory/packing.py`, which makes one sequence of
-each branch (`Trajectory.runs`).
+or `EpisodeEnded`. After the last turn, `scoring.py` adds up the rewards of the turns. Once all
+members of the group are scored, `driver._emit` passes the group to `trajectory/packing.py`, which
+makes one sequence of each branch (`Trajectory.runs`).
 
 `play` plays an episode of an evaluation with the same calls to the same workers, but without a
 store.
 
 Invariants
-- An environment gets a response only after the response is committed. Its reply is stored in one
-  transaction before the scheduler gets the event about the reply.
-- When a trajectory is dropped or restarted, its episode is closed first. A reply that arrives later
-  carries a superseded key, so the store refuses it and it is discarded.
+- An environment gets a response only after the response is committed to the store. The
+  environment's reply is stored in one transaction, before the scheduler gets the event about the
+  reply.
+- When a trajectory is dropped or restarted, its episode is closed first. Each call to an
+  environment has a key in the store, which dropping or restarting supersedes. The store refuses a
+  reply that arrives later, because its key is superseded, and the reply is discarded.
 - A failure affects only its own episode (`episode.on_failure`), and an episode that cannot be
   restored restarts from its prompt. If `MAX_FAILURES_IN_ROW` calls in a row fail without a success,
   the run ends.
-- The time that an episode has been played survives the death of the manager: it continues from the
-  value stored with the environment's last reply.
+- The time limit of an episode (`episode.seconds`) survives the death of the manager's process: the
+  new process continues the clock from the value that is stored with the environment's last reply.
 """
 
 import asyncio
@@ -61,16 +63,16 @@ from megatron_async.trajectory.types import (
 _logger = logging.getLogger(__name__)
 
 PLAYED_SECONDS: Final = "played_seconds"
-"""Key in a stored response: seconds for which the episode had been played when the environment
-replied."""
+"""Key in the stored response of a turn: number of seconds for which the episode had been played
+when the environment replied to the turn."""
 MAX_FAILURES_IN_ROW: Final = 64
 _MAX_NOTICES: Final = 16
 UNLIMITED_BUDGET: Final = 1 << 31
 
 
 def input_budget(longest: int | None, taken: int, max_new_tokens: int) -> int:
-    """Return how many tokens the next input may add to an episode so that a full response still
-    fits after it.
+    """Return how many tokens the environment's next input may add to an episode so that a response
+    of `max_new_tokens` still fits after it.
 
     Args:
         longest: Maximum number of tokens of prompt and response together that an engine accepts;
@@ -118,16 +120,18 @@ class Episodes:
 
     @property
     def _sessions(self) -> EpisodeSessions:
-        # Without workers the scheduler starts no episodes.
+        # `None` only if the run has no episodes, and then no method that uses the sessions is
+        # called.
         assert self._episodes is not None
         return self._episodes
 
     def recovered(self, groups: Sequence[ev.RecoveredGroup]) -> None:
-        """Register the open episodes that a resumed run found in its store, with the time each has
-        been played.
+        """Register the episodes without an end that a resumed run found in its store, with the time
+        for which each has been played.
 
-        An episode that waited for its environment may have called the environment before, so its
-        next step counts as possibly repeated.
+        If an episode waited for its environment, the environment may have received the call already
+        and only its reply was lost. The next step of such an episode is marked as possibly
+        repeated.
         """
         if self._episodes is None:
             return
@@ -189,7 +193,8 @@ class Episodes:
         except (EnvironmentFault, ComponentFailure, UserError) as error:
             event = self._failed(trajectory_id, call, error)
         else:
-            # A started environment is no success: it may fail at every step.
+            # Only a successful step resets the count, because an environment that starts may still
+            # fail at every step.
             if ask == self._step:
                 self._failures = 0
         self._statistics.environment_called(time.monotonic() - started, self._sessions.counts)
@@ -285,9 +290,12 @@ class Episodes:
         scheduler.
 
         Depending on `episode.on_failure`, the event ends the episode, restarts it, or drops its
-        group. The run ends after `MAX_FAILURES_IN_ROW` failures in a row.
+        group. An episode that was lost with its worker and could not be restored (`ReplayDiffers`)
+        restarts with every setting, and its failure is not counted. The run ends after
+        `MAX_FAILURES_IN_ROW` counted failures in a row.
         """
-        # Such failures are not counted, because a worker's death causes hundreds at once.
+        # A lost episode could not be restored. Such failures are not counted, because the death of
+        # one worker causes hundreds at once.
         lost = isinstance(error, ReplayDiffers)
         if not lost:
             self._failures += 1
@@ -309,12 +317,13 @@ class Episodes:
 
 @dataclass
 class EvalEpisode:
-    """An episode of an evaluation: its turns and its end.
+    """An episode of an evaluation, which is kept in memory and not in the store.
 
     Attributes:
         answers: Tokens of the policy's response in each turn.
         versions: Number of tokens that each policy version has made.
         end: Why the episode ended; None while it is being played.
+        turns: Turns so far, the newest last.
     """
 
     answers: list[list[int]] = field(default_factory=list)
@@ -334,8 +343,8 @@ class EvalEpisode:
         self.versions += response.versions
 
     def end_as(self, reason: str, abandoned: Sequence[int]) -> None:
-        """Record the reason why this episode ended, and mark the turns numbered in `left` as never
-        received by the agent program."""
+        """Record the reason why this episode ended, and mark the turns whose numbers are in
+        `abandoned` as never received by the agent program."""
         self.end = FinishReason(reason)
         for number in abandoned:
             turn = self.turns[number]
@@ -364,7 +373,7 @@ async def play(
         longest: Maximum number of tokens that an engine accepts; None if there is no limit.
 
     Raises:
-        EngineError: Engines failed again and again.
+        EngineError: Three requests for one response failed.
     """
     began, played = time.monotonic(), EvalEpisode()
     branches: list[IntArray] = []  # tokens of the branch up to the end of each turn

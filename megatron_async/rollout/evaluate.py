@@ -1,6 +1,8 @@
 """Measures accuracy on problems that training never sees, with responses from the run's engines.
 
-An evaluation uses the engines that serve at the moment. Episodes are played to their end.
+Each request of an evaluation goes to an engine that serves at that moment, in addition to the
+engine's training requests. If the task has episodes, each response is an episode, which is played
+to its end.
 
 Invariants
 - The problems of each set have a fixed order, so every evaluation of a run has the same problems.
@@ -10,10 +12,12 @@ Invariants
   do not delay another set.
 - Weights never change during a request, so every token is of a verified version (`EnginePool`).
   Each response records the versions of its tokens.
-- A blocking evaluation measures exactly one version, because the trainer waits and the weights stay
-  as they are. The evaluations at both ends of a run are blocking, and with `eval.blocking` all are.
-- An evaluation concurrent with training is named after the version with which it started. It never
-  delays an update, and its failure is reported and stops nothing.
+- A blocking evaluation measures exactly one version, because the trainer waits for it and updates
+  no weights meanwhile. The evaluations before the first and after the last training step are
+  blocking, and with `eval.blocking` all evaluations are.
+- An evaluation concurrent with training may span several versions and is named after the version
+  with which it started. It never delays an update. If it fails, a warning is reported and training
+  continues.
 - At most one evaluation runs at a time. If another becomes due meanwhile, it is skipped with a
   warning.
 """
@@ -52,7 +56,7 @@ from megatron_async.telemetry.metrics import sampling_name
 from megatron_async.trajectory.types import FinishReason, PolicyVersion, Prompt
 
 T = TypeVar("T")
-_Z = 1.959964  # 95 % of a normal distribution lie within this many standard deviations
+_Z = 1.959964  # 95 % of a normal distribution are within this many standard deviations of the mean.
 # Maximum number of requests on one engine of an evaluation that is concurrent with training. The
 # limit leaves most of an engine's decode batch to the requests that the trainer waits for.
 REQUESTS_PER_ENGINE: Final = 16
@@ -85,8 +89,8 @@ class EvalResponse:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A share between 0 and 1, with the ends `low` and `high` of its 95 % confidence interval over
-    problems."""
+    """A share between 0 and 1 (`value`) that is estimated from the problems of a set, and its 95 %
+    confidence interval from `low` to `high`."""
 
     value: float
     low: float
@@ -97,8 +101,9 @@ class Estimate:
         """Estimate a share from one number in [0, 1] for each problem: its mean and Wilson's 95 %
         interval.
 
-        Wilson's interval is computed for as many independent yes-or-no trials as have the same
-        variance of the mean.
+        Wilson's interval is defined for independent yes-or-no trials, but `values` may lie between
+        0 and 1. The interval is therefore computed for the number of such trials whose mean would
+        have the same variance as the mean of `values`.
         """
         count, mean = len(values), float(np.mean(values))
         variance = float(np.var(values, ddof=1)) / count if count > 1 else 0.0
@@ -117,14 +122,17 @@ class EvalResult:
         name: Name of the set.
         accuracy: Share of responses with a reward of at least `solved_at` (avg@k).
         responses: Number of responses, including missing responses.
-        score_failures: Number of responses that could not be scored.
+        score_failures: Number of responses whose scorer failed, including failures that count as
+            reward 0.
         refused: Number of missing responses because no engine accepts their prompt; they count as
             wrong.
         reward_mean: Mean reward; a response without a score counts as 0.
         reward_max: Largest reward; 0 if no response has a score.
         temperature: Sampling temperature; 0 for greedy responses.
-        solved_at: Reward from which on a response counts as right (`eval.solved_at`). length_mean,
-            length_median, length_max: Number of tokens of a response.
+        solved_at: Smallest reward with which a response counts as right (`eval.solved_at`).
+        length_mean: Mean number of tokens of a response.
+        length_median: Median number of tokens of a response.
+        length_max: Largest number of tokens of a response.
         truncated_share: Share of responses that were cut at their length limit.
         seconds: Time that the evaluation of the set took.
         versions: Number of tokens that each policy version has made.
@@ -226,8 +234,9 @@ def pass_at_k(samples: int, solved: int, k: int) -> float:
     """Estimate pass@k of one problem: the probability that at least one of `k` responses is right.
 
     The estimate is unbiased (Chen et al. 2021, arXiv 2107.03374). It is 1 - C(samples - solved, k)
-    / C(samples, k), the probability for `k` responses that are drawn without replacement from
-    `samples`, of which `solved` are right.
+    / C(samples, k), where C(n, k) is the number of ways to choose k of n. This is the probability
+    that at least one of `k` responses is right if they are drawn without replacement from `samples`
+    responses, of which `solved` are right.
     """
     if samples - solved < k:
         return 1.0
@@ -259,7 +268,7 @@ def estimates(
 
     Args:
         answered: Responses to each problem; every problem has the same number.
-        solved_at: Reward from which on a response counts as right.
+        solved_at: Smallest reward with which a response counts as right.
         marker: Text before the answer in a response (`task.answer_marker`).
     """
     solved = [[a.reward is not None and a.reward >= solved_at for a in one] for one in answered]
@@ -314,7 +323,7 @@ class Evaluator:
             version: Policy version with which the evaluation starts.
 
         Raises:
-            EngineError: Engines failed again and again.
+            EngineError: Three requests for one response failed.
         """
         sets = (
             self._evaluate_set(eval_set, engines, f"eval-{version}")
@@ -383,8 +392,8 @@ class Evaluator:
             )
             for r, score, episode_turns in zip(whole, scores, turns, strict=True)
         )
-        # A missing response means a refused prompt, except for an episode, whose environment may
-        # have failed instead.
+        # `None` means that engines refused the prompt. For an episode it may also mean that its
+        # environment failed, so a missing episode is not counted as refused.
         refused = EvalResponse("", None, {}, 0, False, refused=self._sessions is None)
         return [refused if response is None else next(found) for response in responses]
 
@@ -467,11 +476,11 @@ class Evaluations:
         await self._engines.suspend()
 
     def updated(self, version: PolicyVersion, *, loaded: bool) -> bool:
-        """Let evaluations continue after an update; if one of `version` is due, start it, or return
-        True to have the trainer request it.
+        """Let a running evaluation continue after a weight update, and start an evaluation of
+        `version` if one is due.
 
-        A concurrent evaluation is started here. For a blocking evaluation the trainer must call
-        `evaluate_blocking`.
+        A due evaluation that runs concurrently with training is started here. If a blocking
+        evaluation is due, return True: the trainer must then request it (`evaluate_blocking`).
 
         Args:
             loaded: Whether any engine has loaded `version`.
@@ -505,12 +514,12 @@ class Evaluations:
     async def evaluate_blocking(
         self, version: PolicyVersion, loaded: Sequence[EngineClient]
     ) -> None:
-        """Wait for a running evaluation to end, then evaluate `version` on the engines `loaded`,
-        which have loaded it.
+        """Wait for a running evaluation to end, then evaluate `version` on the engines in `loaded`,
+        all of which have loaded this version.
 
         Raises:
-            ComponentFailure: None of these engines is in service any more, or the evaluation failed
-                or exceeded `eval.timeout_seconds`.
+            ComponentFailure: None of these engines is in service any longer, or the evaluation
+                failed or exceeded `eval.timeout_seconds`.
         """
 
         def living() -> list[EngineClient]:
@@ -522,7 +531,8 @@ class Evaluations:
             return remaining
 
         if self._concurrent is not None:
-            # The trainer waits for nothing else now, so the evaluation may use the whole engine.
+            # The trainer waits for this evaluation only, so the evaluation may fill the engines'
+            # decode batches.
             self._engines.slots = IN_FLIGHT_PER_ENGINE
             await asyncio.wait([self._concurrent])
             self._engines.slots = REQUESTS_PER_ENGINE

@@ -2,15 +2,15 @@
 them.
 
 Invariants
-- Engines are restarted concurrently, so a lost node with all its engines costs the time of one
-  start.
+- Engines are restarted concurrently, so when a node is lost with all its engines, restarting them
+  takes only as long as one start.
 - An engine that was started or restarted is handed to the driver as stale: it serves no requests
   before it has loaded the current weights.
 - Each engine is restarted at most `engines.max_restarts` times. The run continues while at least
-  one engine is left. A restart that was interrupted because the trainer was lost is done again and
-  counts once.
-- If no engine is left and none may be restarted, the driver fails with an error that gives the last
-  reason.
+  one engine is left. If a restart is interrupted because the trainer was lost, it is repeated for
+  the next trainer, and both attempts count as one restart.
+- If no engine is left and none may be restarted, the run ends with an error that says why the last
+  engine was lost.
 """
 
 import asyncio
@@ -45,8 +45,8 @@ class _Member:
 
 
 class Fleet:
-    """All engines of a run and their restart counts; the fleet outlives the drivers that use it one
-    after another."""
+    """All engines of a run, and how often each was restarted. Each trainer that connects has a
+    driver of its own; the fleet is handed from one driver to the next."""
 
     def __init__(self, settings: EngineConfig, launcher: EngineLauncher) -> None:
         self._settings = settings
@@ -65,7 +65,7 @@ class Fleet:
         """Start one engine, and start it again if its process is killed during the start, up to
         `engines.max_restarts` times.
 
-        Any other failure is raised, because it would happen again.
+        Any other failure is raised, because it would recur at the next start.
         """
         while True:
             try:
@@ -83,7 +83,8 @@ class Fleet:
             if member.client is not None:
                 driver.add_engine(member.client)
         for member in self._members:
-            # The trainer before was lost while this engine was being restarted.
+            # The previous driver was closed while it restarted this engine, so this driver must
+            # repeat the restart.
             if member.client is None:
                 driver.background.spawn(self._restart(driver, member))
         driver.background.spawn(self._restart_lost(driver))
@@ -108,8 +109,8 @@ class Fleet:
             engine_id, why = await driver.lost_engines.get()
             for member in self._members:
                 if member.client is not None and member.client.engine_id == engine_id:
-                    # Reset before the client is closed, so that a half-closed client is never
-                    # handed to the next driver.
+                    # `member.client` is set to None before `_restart` closes the client, so that
+                    # `attach` never hands a client that is being closed to the next driver.
                     client, member.client, member.lost_because = member.client, None, why
                     driver.background.spawn(self._restart(driver, member, client))
 
@@ -122,7 +123,9 @@ class Fleet:
         client = member.client
         if client is None or await self._launcher.alive(member.index):
             return
-        if member.client is client:  # false if the engine was restarted meanwhile
+        # Different if the engine was restarted during the check; the result is then about the old
+        # process.
+        if member.client is client:
             engine_id = client.engine_id
             driver.engine_failed(engine_id, f"the process of engine {engine_id} has ended")
 
@@ -143,8 +146,8 @@ class Fleet:
                 member.client = await self._launcher.launch(member.index)
             except ComponentFailure as error:
                 member.lost_because = str(error)
-            # Counted after the launch: a restart that the loss of the trainer interrupted is not
-            # the engine's failure.
+            # Counted only after the launch. If the trainer is lost during it, this task is canceled
+            # before it counts, because the interruption is not the engine's fault.
             member.restarts += 1
             if member.client is not None:
                 driver.add_engine(member.client)

@@ -1,25 +1,26 @@
-"""Provides the running requests of a driver, from the scheduler's `Submit` action to the event that
-ends the request.
+"""Provides the running requests of a driver. A request is running from the scheduler's `Submit`
+action until the driver reports its end to the scheduler.
 
-That event is `Finished` (for an episode `TurnEnded`), `Aborted` or `Refused`.
+The end is reported as the event `Finished` (for an episode `TurnEnded`), `Aborted` or `Refused`.
 
 Invariants
-- Tokens are in the store before the scheduler gets an event about them, though up to one chunk of
-  them is not on disk yet. The end of a trajectory is queued for the disk before anything that
-  follows from it.
+- Tokens are passed to the store before the scheduler gets an event about them. The store buffers
+  the newest tokens of a trajectory, at most one chunk, before it writes them to disk. The end of a
+  trajectory is queued for writing before the scheduler gets its event, so no consequence of the end
+  can be on disk without it.
 - A complete response is never partial: its end is stored together with its last tokens, with no
-  `await` between. A response whose stream was cut off after its last token is finished as well.
+  `await` between. If a stream is cut off after the last token of the response but before its end is
+  reported, the tokens show that the response is complete, and it is finished as well.
 - A trajectory has one writer. The store guarantees this: each append carries the key of its
   request, and the store refuses an append whose key is not the trajectory's current key. In
-  addition, only the stream of the trajectory's request in `Generation` is read. That alone would
-  not be enough. An engine that was taken out of service may still be alive and continue to stream
-  (it was slow, its report was lost, or its weights were suspect). A canceled stream ends only in
-  the next iteration of the event loop. A request that the scheduler submits while its engine is
-  being taken out of service is never started. Tokens of a second writer, mixed into a response,
-  would have log-probs that look right.
+  addition, `Generation` has at most one request for each trajectory and cancels the streams of all
+  others. Canceling alone would not be enough: a canceled stream ends only in the next iteration of
+  the event loop, and an engine that was taken out of service because it was slow may continue to
+  stream. The guarantee matters because tokens of a second writer, mixed into a response, would have
+  log-probs that look right.
 - A failure counts against the engine, request or prompt for which there is evidence
   (`engine_health.py`). A refused request counts only against its prompt. After a broken stream, the
-  engine is first asked whether it is alive.
+  engine is first asked whether it still replies.
 """
 
 import asyncio
@@ -57,14 +58,16 @@ class RunningRequest:
 
     Attributes:
         tracked: Engine on which the request runs.
-        read_at: Reading of the engine's request clock when the request was submitted or its newest
-            tokens arrived.
+        read_at: Reading of `EngineHealth.request_clock` of the engine when the request's newest
+            tokens arrived, or when it was submitted if there are none.
         store_key: Key of the request in the store; None until the request is started.
         group_id: Group of the trajectory; -1 until the request is sent.
-        abort_wanted: Whether the request is to be aborted; it is not sent if it has not been sent
-            yet.
-        awaits_first_token: Whether the request was started on an engine that was not being checked
-            for liveness, and has made no token there.
+        abort_wanted: Whether the request is to be aborted. A request that is not sent yet is then
+            never sent.
+        awaits_first_token: Whether the request has made no token on its engine, so that the
+            engine's death may be its fault. False for a request that was started while the engine
+            was being asked whether it still replies, because the engine was failing before the
+            request.
         complete: Whether the response is complete and its end is stored.
         task: Task that reads the stream; None until the request is started.
     """
@@ -81,7 +84,8 @@ class RunningRequest:
 
     @property
     def key(self) -> RequestKey:
-        """Key of this request in the store; the request must have been started."""
+        """Key with which this request appends tokens to its trajectory in the store; the request
+        must have been started."""
         assert self.store_key is not None
         return self.store_key
 
@@ -121,7 +125,8 @@ class Generation:
         self._background = background
         self._feed = feed
         self._requests: dict[int, RunningRequest] = {}
-        self._queued: deque[RunningRequest] = deque()  # submitted, to be started in this order
+        # Submitted requests that are not started yet, in the order of submission.
+        self._queued: deque[RunningRequest] = deque()
         self._starting: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -134,8 +139,8 @@ class Generation:
             await asyncio.sleep(_IDLE_POLL_SECONDS)
 
     async def close(self) -> None:
-        """Cancel all requests and wait until their tasks have ended; tokens that have arrived are
-        in the store."""
+        """Cancel all requests and wait until their tasks have ended. Tokens that have arrived
+        before are in the store."""
         self._closed = True
         tasks = [t for t in (self._starting, *(r.task for r in self._requests.values())) if t]
         for task in tasks:
@@ -162,8 +167,8 @@ class Generation:
     async def _start_queued(self) -> None:
         """Start all queued requests in order, a few in each iteration of the event loop.
 
-        At the start of a training step thousands of requests are submitted at once, and the event
-        loop has other work too.
+        At the start of a training step thousands of requests are submitted at once. Starting them
+        all in one iteration would block the event loop.
         """
         while self._queued:
             for _ in range(min(_STARTS_PER_ITERATION, len(self._queued))):
@@ -195,7 +200,8 @@ class Generation:
     async def abort(self, requests: Sequence[RunningRequest]) -> None:
         """Abort these requests on their engines and wait until every request has ended."""
         if self._starting is not None and not self._starting.done():
-            # Queued requests that are marked for abort then end without being sent.
+            # Wait until every queued request is started. A request that is marked for abort ends
+            # when it is started, without being sent.
             await asyncio.wait([self._starting])
         by_engine: dict[TrackedEngine, list[RunningRequest]] = {}
         for request in requests:
@@ -207,10 +213,10 @@ class Generation:
         do not end.
 
         A suspended engine ends no request and may lose aborts, so each try waits until the engine
-        is released. The end of a stream comes after the tokens before it, which takes time on a
-        busy machine: while some requests end, the others may end too, and no try is counted. An
-        engine that does not end a request may still serve all others well, so only the request is
-        cut off.
+        is no longer suspended. A try is counted only if none of the requests ended during it: an
+        aborted stream ends only after its remaining tokens were read, which takes time on a busy
+        machine. After `_ABORT_TRIES` counted tries, the streams of the remaining requests are no
+        longer read. The engine stays in service, because it may serve all other requests well.
         """
         tries, delivered = 0, False
         while tries < _ABORT_TRIES:
@@ -242,12 +248,13 @@ class Generation:
         return [r for r in requests if self._requests.get(r.trajectory_id) is r]
 
     def end_silent(self, tracked: TrackedEngine, limit: float) -> None:
-        """Cut off the requests of an engine that made no token for `limit` seconds in which the
-        engine had no reason to delay them.
+        """Stop reading each request on an engine that made no token for more than `limit` seconds,
+        counting only the time in which the engine had no reason to delay it
+        (`EngineHealth.request_clock`).
 
-        These seconds are read from the engine's request clock. Other requests on the engine do make
-        tokens, or the engine would have been taken out of service. So only the streams of these
-        requests are lost.
+        The engine stays in service: other requests on it do make tokens, because an engine without
+        any tokens is taken out of service earlier. So only the streams of the silent requests are
+        lost.
         """
         clock = tracked.health.request_clock(tracked.clock())
         for request in self._on(tracked):
@@ -264,15 +271,16 @@ class Generation:
         self._report_end(request)
 
     def detach_engine(self, tracked: TrackedEngine, *, failed: bool) -> None:
-        """Remove all requests of an engine that is taken out of service; each trajectory becomes
-        finished, partial or refused.
+        """Remove all requests of an engine that is taken out of service. Each trajectory becomes
+        finished if its response is complete, otherwise partial or refused.
 
-        Call this while the scheduler still has the engine, so that requests which the scheduler
-        submits to it meanwhile are removed too.
+        Call this before the scheduler gets `EngineDown` for the engine. In reply to the events of
+        this method, the scheduler may submit further requests to the engine, and these are removed
+        too.
 
         Args:
-            failed: Whether the engine failed. If so, prompts on which engine after engine has died
-                are refused.
+            failed: Whether the engine failed. If so, a prompt for which `FAILURES_OF_ONE` engines
+                in a row failed before its first token is refused.
         """
         tracked.give_up()
         fatal = self._fatal_groups(tracked) if failed else set()
@@ -294,8 +302,8 @@ class Generation:
         self._statistics.running_changed(len(self._requests))
 
     def _fatal_groups(self, tracked: TrackedEngine) -> set[int]:
-        """Return the groups for which this dead engine, like several engines before it, never made
-        a first token."""
+        """Record that an engine failed; return the groups that are now at fault, because
+        `FAILURES_OF_ONE` engines in a row failed before they made a first token for the group."""
         if tracked.health.suspended:
             return set()
         began = {r.group_id for r in self._on(tracked) if r.awaits_first_token and r.group_id >= 0}
@@ -308,7 +316,7 @@ class Generation:
         """Finish a trajectory without a running request if its stored response is complete; return
         whether it was.
 
-        When this returns True, the end is in the store and queued for the disk.
+        When this returns True, the end is in the store and queued to be written to disk.
         """
         reason = self._spec_of(trajectory_id).end(*self._store.response_end(trajectory_id))
         if reason is None:
@@ -330,7 +338,9 @@ class Generation:
         finally:
             request.tracked.health.request_ended(request.tracked.clock(), spontaneous=spontaneous)
         if self._requests.get(request.trajectory_id) is not request or self._closed:
-            return  # `detach_engine` or `_cut_off` has removed it and told the scheduler
+            # `detach_engine` or `_cut_off` has removed the request and reported its end, or the
+            # driver closes.
+            return
         self._report_end(request, refused=refused)
 
     async def _read(self, request: RunningRequest) -> StreamEnd | None:
@@ -349,12 +359,15 @@ class Generation:
         """Store a chunk of tokens from a request's stream; return whether to continue reading the
         stream.
 
-        The result is False if the chunk is an empty abort, has a version that the engine was not
-        sent, or belongs to a superseded request.
+        The result is False in three cases: the chunk reports an abort and has no tokens; its policy
+        version was not sent to the engine or failed verification, so the engine is taken out of
+        service; or the request is superseded by a newer request of its trajectory.
         """
         tracked, trajectory_id = request.tracked, request.trajectory_id
         if chunk.end == "abort" and not len(chunk.token_ids):
-            return False  # a shortcut, because thousands of requests are aborted at once
+            # Without this shortcut the code below would do the same, but thousands of requests are
+            # aborted at once.
+            return False
         if len(chunk.token_ids) and not await tracked.wait_accepted(chunk.version):
             why = f"generated tokens of version {chunk.version}, which it was not sent"
             self._monitor.give_up(tracked, f"engine {tracked.engine_id} {why}")
@@ -383,8 +396,8 @@ class Generation:
         """Remove a request whose stream is no longer read, and report to the scheduler how it
         ended.
 
-        The trajectory becomes finished if its response is complete, otherwise partial; with
-        `refused` its group is dropped.
+        If the response is complete, the trajectory is finished. Otherwise it is partial, or with
+        `refused` the scheduler drops its group.
         """
         trajectory_id = request.trajectory_id
         del self._requests[trajectory_id]
@@ -397,10 +410,11 @@ class Generation:
         self._feed(ev.Refused(trajectory_id) if refused else ev.Aborted(trajectory_id))
 
     def _store_chunk(self, request: RunningRequest, chunk: TokenChunk) -> None:
-        """Append a chunk to the store and report its tokens to the scheduler; a last chunk also
-        ends the response.
+        """Append a chunk to the store, together with the end of the response if the chunk reports
+        it, and report its tokens to the scheduler.
 
-        Tokens and end are stored together, so that a restarted process finds both or neither.
+        The last tokens and the end are stored together, so that a restarted process finds both or
+        neither.
         """
         end = None if chunk.end in (None, "abort") else FinishReason(chunk.end)
         engine_id = request.tracked.engine_id
@@ -416,10 +430,12 @@ class Generation:
         self._feed(ev.TokensArrived(request.trajectory_id, count, chunk.version.number))
 
     async def _failed(self, request: RunningRequest, why: str) -> bool:
-        """Find out what is at fault for a broken stream; return True if it is the request itself,
-        which is then refused.
+        """Find out whether the engine or the request is at fault for a broken stream. Return True
+        if the request is at fault, which is then recorded as refused.
 
-        If the engine is at fault, the engine is taken out of service and the result is False.
+        If the engine is at fault, the engine is taken out of service and the result is False. The
+        result is False too if there is not enough evidence yet; the trajectory is then partial and
+        is resumed.
         """
         tracked, trajectory_id = request.tracked, request.trajectory_id
         await self._monitor.suspect(tracked, why)

@@ -4,20 +4,23 @@ run.
 The manager is a plain class, owned by a separate process (`manager_host.py`) or by a test. The
 trainer makes its calls in a fixed order. It calls `attach` once. Then it repeats these calls:
 `next_batch`, which returns a batch, or None if stale engines need weights; `begin_update`; then the
-trainer transfers the weights itself; `end_update`; `verify_update` with the trainer's log-probs of
-what `end_update` returned; and `evaluate` if `verify_update` asks for it. Every call carries the
-lineage of its trainer, which is the number of the session that the trainer has started.
+trainer transfers the weights itself; `end_update`, which returns tokens that the engines sampled
+with the new weights; `verify_update` with the trainer's log-probs of these tokens; and `evaluate`
+if the result of `verify_update` says that an evaluation is due. Every call carries the lineage of
+its trainer. A lineage is a number that each session of a run gets when it starts or resumes; a
+later session has a larger number.
 
 Invariants
-- An update counts only for engines that agree on their checksum and whose own tokens have ratio 1
-  under the trainer (`weight_checks.py`). An engine that fails a check is sent the weights once
-  more. If it fails again, it is replaced.
-- No token reaches the store before its engine is verified for the token's version. Tokens that
-  engines generate meanwhile wait (`tracked_engine.py`). Engines that share the trainer's devices
-  are offloaded during verification instead.
-- A superseded trainer changes nothing for its successor, neither by a call that starts later
-  (`_session_of` checks every call) nor by a call that was running (`_check_current` checks after
-  each wait).
+- An engine counts as updated only if its checksum agrees with that of the other engines and the
+  trainer's log-probs of tokens that it sampled match its own (`weight_checks.py`). The trainer
+  sends the weights once more to an engine that fails a check. If the engine fails again, it is
+  restarted.
+- No token reaches the store before its engine is verified for the token's version. Engines generate
+  during the verification, and their tokens wait for its result (`tracked_engine.py`). Engines that
+  share the trainer's devices cannot generate then; they are offloaded until they are verified.
+- A trainer is superseded when a trainer of a newer lineage attaches. Its calls then change nothing
+  for the newer trainer: `_session_of` refuses calls that start later, and `_check_current` stops
+  calls that were running, after each wait.
 - The trainer calls `checkpoint_finalized` only after the checkpoint's manifest exists.
 """
 
@@ -65,7 +68,7 @@ class _PendingUpdate:
     """A weight update between `end_update` and `verify_update`.
 
     Attributes:
-        loaded: Engines that have loaded the version and passed the checks so far.
+        loaded: Engines that have loaded the version and failed no check so far.
         samples: Tokens that these engines sampled for verification.
         offloaded: Whether the engines stay offloaded until the update is verified.
     """
@@ -150,13 +153,14 @@ class RolloutManager:
         await self._fleet.start()
 
     async def attach(self, resume: ResumePoint) -> None:
-        """Start a session for a trainer that starts at `resume`: open the store there, with a new
-        driver and scheduler.
+        """Start a session for a trainer that starts at `resume`: open the store at that position,
+        and create a new driver and scheduler.
 
-        The session before is closed. A trainer whose ranks were restarted attaches again: the store
-        keeps its trajectories but is rolled back to the trainer's checkpoint, and all engines count
-        as stale. A trainer whose manager was lost attaches too, with its own lineage and at the
-        step it has reached.
+        The previous session is closed. There are two reasons for a second `attach`. A trainer whose
+        ranks were restarted from a checkpoint attaches with a new lineage: the store keeps its
+        trajectories but is rolled back to the checkpoint, and all engines count as stale. A trainer
+        whose manager's process was lost attaches to the restarted manager with the lineage it has
+        and at the step it has reached.
 
         Raises:
             ComponentFailure: A trainer with a newer lineage is attached.
@@ -169,7 +173,9 @@ class RolloutManager:
             raise _superseded(resume.lineage, self._session.resume.lineage)
         try:
             await self._detach(lambda s: _superseded(s.resume.lineage, resume.lineage), leave=False)
-        except ComponentFailure as error:  # the failure of the session before, reported already
+        # The previous session's trainer got this failure already, so it does not stop the new
+        # session.
+        except ComponentFailure as error:
             _logger.warning("failed to close the previous session: %s", error)
         # In a thread, because opening a large file takes seconds, and the event loop has to serve
         # the engines meanwhile.
@@ -188,8 +194,8 @@ class RolloutManager:
         except BaseException:
             await store.close()
             raise
-        # Groups that were added after the checkpoint are in the store already, so their prompts
-        # are not read again.
+        # The number of prompts that were read is counted in the store, which includes groups that
+        # were added after the checkpoint, so their prompts are not read again.
         prompts = TaskPrompts(
             self._task,
             self._config.task.difficulty,
@@ -222,7 +228,7 @@ class RolloutManager:
     async def _detach(self, why: Callable[[_Session], ComponentFailure], leave: bool) -> None:
         session, self._session = self._session, None
         if session is not None:
-            # Callers that still wait for something of this session get this error.
+            # Calls of the previous trainer that still wait end with this error.
             session.driver.background.fail(why(session))
             try:
                 await session.driver.close(leave=leave)
@@ -251,7 +257,7 @@ class RolloutManager:
         return self._attached.driver
 
     def _session_of(self, lineage: int) -> _Session:
-        """Return the session that the trainer of `lineage` has attached.
+        """Return the session that was started by the `attach` of the trainer with this lineage.
 
         Raises:
             ComponentFailure: A trainer with a newer lineage is attached.
@@ -271,8 +277,8 @@ class RolloutManager:
             raise _superseded(session.resume.lineage, self._attached.resume.lineage)
 
     def status(self) -> dict[str, Any]:
-        """Return queue sizes, counters and the failure, if any, for the progress display; {} before
-        `attach`."""
+        """Return numbers of engines, requests and trajectories, warnings and the failure, if any,
+        for the progress display; {} before `attach`."""
         if self._session is None:
             return {}
         failure = self._driver.background.failure
@@ -295,8 +301,8 @@ class RolloutManager:
         batch = await driver.next_batch(limit)
         self._check_current(session)
         if batch is not None and self._devices.shared:
-            # Aborted requests take a moment to end, and offloading an engine requires that it is
-            # idle.
+            # An engine can be offloaded only when it is idle, and requests that were aborted for
+            # the batch take a moment to end.
             await driver.until_idle(limit)
         await self._devices.offload(driver.engines())
         if (lost := session.store.pop_lost_database()) is not None:
@@ -314,20 +320,22 @@ class RolloutManager:
     # ------------------------------------------------------------ weights
 
     async def begin_update(self, lineage: int, number: int) -> list[EngineAddress]:
-        """Make engines ready to receive the weights of version `number`; return the addresses of
-        the engines that must receive them."""
+        """Wait until engines are ready to receive the weights of version `number`; return the
+        addresses of the engines that must receive them."""
         session, version = self._session_of(lineage), PolicyVersion(lineage, number)
         await session.evaluations.suspend()
         engines = await session.driver.begin_update(version)
         self._check_current(session)
-        # An engine that released its memory has lost its weights, so every engine receives them.
+        # An engine that was offloaded has lost its weights, so all engines receive them, even those
+        # that had loaded this version.
         if self._devices.shared:
             engines = self._driver.engines()
             await self._devices.offload(engines)
             await self._devices.onload_weights(engines)
         elif self._config.schedule.weight_update == "boundary":
-            # No engine is paused in this mode. SGLang refuses an update that flushes its cache
-            # while a request that has just ended is not removed yet. This flush waits for that.
+            # In this mode engines are idle and not paused. SGLang refuses an update that flushes
+            # its cache as long as it has not yet removed a request that has just ended.
+            # `flush_cache` waits until it has.
             await self._ask(engines, lambda engine: engine.flush_cache())
             remaining = self._driver.engines()
             engines = [engine for engine in engines if engine in remaining]
@@ -339,7 +347,7 @@ class RolloutManager:
         self, lineage: int, number: int, engine_ids: Sequence[str], verify: bool
     ) -> TokenBatch | None:
         """Let the engines that have loaded version `number` generate, and with `verify` return
-        tokens of theirs to be checked.
+        tokens that they sampled with it, for the comparison with the trainer.
 
         An engine that was to receive the weights and is not in `engine_ids` is taken out of
         service. An engine that fails a check becomes stale again.
@@ -360,9 +368,11 @@ class RolloutManager:
         loaded = [e for e in self._driver.engines() if e.engine_id in set(engine_ids)]
         await self._devices.onload(self._driver.engines())
         stale = [engine for engine in self._driver.stale_engines() if engine in loaded]
-        # If a trainer died during an update, its engines are still paused.
+        # If the previous trainer died during an update, the engines that it was updating are still
+        # paused.
         await self._ask(stale, lambda engine: engine.resume())
-        # The KV cache of an idle engine belongs to other weights (`kv: keep` does not flush it).
+        # The KV cache of an engine that was stale was computed with other weights, and `kv: keep`
+        # does not flush it.
         await self._ask(stale, lambda engine: engine.flush_cache())
         if verify:
             loaded = self._handle_outcome(
@@ -376,9 +386,11 @@ class RolloutManager:
             return None
         sampling = asyncio.ensure_future(self._checks.sample_tokens(loaded, version))
         try:
-            # Let `sampling` start, so that its requests reach the engines before any other.
+            # Give `sampling` a turn, so that its requests reach the engines before the requests
+            # that `end_update` of the driver causes.
             await asyncio.sleep(0)
-            # Engines on shared devices are offloaded until they are verified.
+            # Engines on shared devices start no training requests before they are verified, because
+            # they are offloaded for the trainer's computation of the log-probs.
             if not self._devices.shared:
                 await self._generate_or_quiesce(session, loaded, version)
             outcome, samples = await sampling
@@ -402,8 +414,8 @@ class RolloutManager:
     async def verify_update(
         self, lineage: int, number: int, logprobs_T: FloatArray | None, float32: bool
     ) -> UpdateReport:
-        """Compare engines with the trainer for version `number`, accept the tokens of engines that
-        pass, and report the outcome.
+        """Compare the log-probs of the tokens that engines sampled with version `number` with the
+        trainer's, accept all tokens of engines that pass, and report the outcome.
 
         After the last training step this also ends all generation.
 
@@ -463,8 +475,8 @@ class RolloutManager:
         return [prompt.token_ids for prompt in self._task.train_prompts(0, PROMPTS)]
 
     async def evaluate(self, lineage: int, number: int) -> tuple[Evaluation, ...]:
-        """Evaluate version `number` and return the result, after those of other evaluations that
-        have finished meanwhile.
+        """Evaluate version `number`; return the results of evaluations that have finished since the
+        last report, with this one last.
 
         Call this when `verify_update` has reported that an evaluation is due.
 
@@ -483,8 +495,8 @@ class RolloutManager:
         """Return the engines that passed a check; take engines that did not reply out of service,
         and mark engines with wrong weights as stale.
 
-        A stale engine is sent the weights again. If its weights are wrong a second time, it is
-        taken out of service.
+        The trainer sends the weights again to a stale engine. If its weights are wrong a second
+        time, the engine is taken out of service.
         """
         self._check_current(session)
         for engine_id, why in outcome.failed.items():
@@ -502,8 +514,9 @@ class RolloutManager:
     # ------------------------------------------------------------ checkpoints
 
     async def position(self, lineage: int) -> dict[str, Any]:
-        """Make the store durable and return its position, for a checkpoint (a later `ResumePoint`
-        contains it).
+        """Write everything in the store durably to disk and return the store's position (its number
+        of transactions). A checkpoint records the position, so that a resume from the checkpoint
+        can open the store there (`ResumePoint.store_position`).
 
         Engines that share the trainer's devices are offloaded first, because the trainer is about
         to use all of its memory.

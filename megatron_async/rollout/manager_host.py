@@ -1,8 +1,9 @@
 """Runs the rollout manager in a separate process, which the process backend restarts if it dies.
 
 Invariants
-- A restarted manager gets the same arguments. Engines and scorers belong to their manager and end
-  with it. The restarted manager starts its own engines and scorers, and has no trainer attached.
+- A restarted manager gets the same arguments. The engines and scorers of the dead manager end with
+  its process. The restarted manager starts new engines and scorers, and its calls fail with
+  `NotAttached` until a trainer attaches.
 """
 
 import asyncio
@@ -28,15 +29,15 @@ def _task_of(config: RunConfig) -> Task:
 
     task = build_task(config.task, config.model.path, config.eval, has_episodes=config.has_episodes)
     longest = max_sequence_tokens(config)
-    # The launcher has counted the prompts with the same filter.
+    # Drop prompts that are too long, as the launcher did when it counted the prompts of an epoch.
     if config.task.long_prompts == "filter" and longest is not None:
         task.check_lengths(longest, config.sampling.max_new_tokens)
     return task
 
 
 class ManagerHost:
-    """Process that owns one `RolloutManager` and its engines; the first call starts them, and other
-    calls wait for that."""
+    """Object in the manager's process that owns one `RolloutManager`. The first call starts the
+    manager with its engines, and every call except `status` waits until they have started."""
 
     def __init__(self, config_yaml: str, run_directory: str, backend_address: str) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -62,7 +63,7 @@ class ManagerHost:
         directory = RunDirectory(Path(run_directory))
         backend = connect_backend(backend_address, directory.logs)
         engines = HostedEngines(config, directory.logs, backend)
-        engines.begin()  # engines start while the modules below are imported
+        engines.begin()  # The engines' processes start while the modules below are imported.
         task = await asyncio.to_thread(_task_of, config)
 
         from megatron_async.environments.workers import EnvironmentWorkers
@@ -88,8 +89,8 @@ class ManagerHost:
         tune_gc()
 
     async def on_manager(self, call: MethodCall) -> Any:
-        """Start the rollout manager if needed, wait until it has started, then make a call of it
-        and return the result."""
+        """Start the rollout manager if needed, wait until it has started, then call the manager's
+        method that `call` records and return the result."""
         with translating_disk_errors():
             # This wait is bounded, because the start of every engine has a time limit.
             await asyncio.shield(self._ensure_started())

@@ -26,8 +26,8 @@ class UpdateReport:
     """Outcome of a verified weight update, and whether the trainer must request an evaluation now.
 
     Attributes:
-        metrics: Differences between the engines' and the trainer's log-probs; empty if they were
-            not compared.
+        metrics: Metrics of the differences between the engines' and the trainer's log-probs; empty
+            if they were not compared.
         passed: Whether every engine that should receive the weights has loaded them and passed its
             checks.
         evaluation_due: Whether the trainer must request an evaluation and wait for it.
@@ -44,13 +44,13 @@ class UpdateReport:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Checkpoint, if any, from which a run resumes on a new lineage (session of a run, numbered by
-    its resumes).
+    """Lineage and step of a session that starts, and the checkpoint from which it resumes, if any.
+    A lineage is a number that each session of a run gets when it starts or resumes.
 
     Attributes:
-        lineage: Number of the new lineage.
+        lineage: Lineage of the session that starts.
         step: Training step at which the run resumes; 0 for a new run.
-        parent: Number of the lineage that wrote the checkpoint; None without a checkpoint.
+        parent: Lineage of the session that wrote the checkpoint; None without a checkpoint.
         store_position: Number of transactions in the store when the checkpoint was written; None
             without a checkpoint.
     """

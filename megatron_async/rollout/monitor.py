@@ -1,10 +1,11 @@
-"""Checks that engines are alive: polls their load, measures their silence, and asks an engine for
-its version after a failure.
+"""Checks that engines are alive: polls their load, reads how long they made no token, and asks an
+engine for its version after a request on it failed.
 
 Invariants
-- An engine is taken out of service only on evidence about the engine (`engine_health.py`): it does
-  not reply (two calls in a row fail); for `engines.hang_timeout_seconds` it replies to no poll or
-  sends no readable load report; or it makes no token for that long although it has requests.
+- An engine is taken out of service only on evidence about the engine itself (`engine_health.py`).
+  This is the case if two calls in a row for its version fail, or if for
+  `engines.hang_timeout_seconds` it does not reply to a poll, sends no readable load report, or
+  makes no token although it has requests.
 - The monitor never restarts an engine; the fleet does.
 """
 
@@ -42,7 +43,8 @@ class EngineMonitor:
         """Poll the load of all serving engines concurrently; return the engines that reply and make
         progress.
 
-        Engines that do not reply or make no progress for too long are taken out of service.
+        Engines that do not reply, or make no progress for `engines.hang_timeout_seconds`, are taken
+        out of service.
         """
         up = [
             tracked

@@ -1,14 +1,16 @@
-"""Samples tokens from an engine to verify its weights after an update, as the run samples them.
+"""Samples tokens from an engine to verify its weights after an update.
 
 After an update each engine continues a few prompts of the task, through the same endpoint and with
 the same sampling settings as any trajectory. The trainer then computes log-probs of the sampled
-tokens. A ratio of 1 between the two shows that weights, sampling and log-probs are all right.
+tokens. If each token's probability according to the trainer, divided by its probability according
+to the engine, is 1 up to rounding, the engine's weights, sampling and log-probs are all right.
 
 Invariants
 - Every engine samples the same number of tokens, even if the model would end its response earlier.
-- The requests precede those that wait in the engine's queue, so a full engine is verified as soon
-  as one of its requests ends.
-- The time limit is a limit on silence: an engine that is slow but makes tokens is not at fault.
+- The requests of a check are processed before all other requests in the engine's queue, so they
+  wait on a full engine only until running requests end.
+- The time limit restarts with each chunk of tokens, so an engine that is slow but makes tokens does
+  not fail the check.
 - A request whose stream breaks off is sent again, because a single broken stream is no evidence
   about its engine.
 """
@@ -42,8 +44,9 @@ from megatron_async.trajectory.types import (
 from megatron_async.weight_sync.verify import RatioError
 
 PROMPTS = 4
-# Number of tokens that each engine samples for one check, over all prompts. A dozen tokens of each
-# prompt suffice for a mean error that shows wrong weights, and take only a few decoding steps.
+# Number of tokens that each engine samples for one check, in total. With `PROMPTS` prompts, a dozen
+# tokens of each prompt take only a few decoding steps, and their mean error suffices to detect
+# wrong weights.
 TOKENS = 48
 _PROMPT_TOKENS = 256
 _ANY_TOKEN = np.zeros(1, np.int32)
@@ -65,8 +68,8 @@ def probe_prompts(prompts: Sequence[IntArray]) -> list[IntArray]:
     """Make the prompts of a weight check: cut each prompt to its first 256 tokens, and replace an
     empty prompt by one arbitrary token.
 
-    That is long enough to be realistic and short enough for any context. The prompt of an episode
-    is empty, because it has no tokens before its environment has started.
+    256 tokens are enough to be realistic and fit into the context of any engine. Prompts of
+    episodes are empty: their tokens come from the environment, which is not started for a check.
     """
     beginnings = (np.asarray(ids[:_PROMPT_TOKENS], dtype=np.int32) for ids in prompts)
     return [ids if len(ids) else _ANY_TOKEN for ids in beginnings]
@@ -84,7 +87,7 @@ async def sample(
     continuations.
 
     The number is `tokens` divided by the number of prompts, rounded up. A prompt that the engine
-    refuses as invalid is left out, because the refusal is no evidence about the engine. The
+    refuses as invalid is left out, because a refusal does not show that the engine is broken. The
     continuations may then have fewer than `tokens` tokens in total.
 
     Raises:
@@ -172,8 +175,8 @@ def packed(samples: Sequence[ProbeSample], temperature: float) -> TokenBatch:
 
 
 def errors(samples: Sequence[ProbeSample], logprobs_T: FloatArray) -> dict[str, RatioError]:
-    """Compare the engines' log-probs of their sampled tokens with the trainer's; return the errors
-    by engine id.
+    """Compare the engines' log-probs of their sampled tokens with the trainer's; return the mean
+    and largest difference by engine id.
 
     Args:
         logprobs_T: Trainer's log-probs of the batch from `packed(samples)`, [T].

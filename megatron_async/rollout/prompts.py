@@ -1,11 +1,15 @@
-"""Provides training prompts in order, and skips some of them by how often they were answered right.
+"""Provides training prompts in order, and skips some of them, depending on how often the policy's
+responses to them were right. A difficulty pool is a range of pass rates; its `share` is the
+probability with which a prompt of the pool is used.
 
 Invariants
 - Without pools (`task.difficulty.pools`), group n gets prompt n in the task's order.
-- With pools, `difficulty.jsonl` has a line for each group (the position of its prompt) and for each
-  score (its prompt, and whether the response was right). Which prompt is used at a position depends
-  only on the scores before it. A restored run continues after the position of its last group.
-- A prompt is used after at most `_MAX_SKIPPED` skipped prompts, whatever its pool.
+- With pools, `difficulty.jsonl` has a line for each group (the position of its prompt in the task's
+  order) and for each score (its prompt, and whether the response was right). Whether the prompt at
+  a position is used depends only on the scores before. A resumed run continues after the position
+  of its last group.
+- At most `_MAX_SKIPPED` prompts in a row are skipped; the next one is used whatever its pool is, so
+  that a small `share` cannot stop the run.
 """
 
 import json
@@ -31,8 +35,8 @@ def prompt_key(prompt: Prompt) -> str:
 
 
 class PassRates:
-    """Number of scored and of right responses for each prompt, and the difficulty pool that follows
-    from them."""
+    """Number of scored responses and of right responses for each prompt, and the difficulty pool
+    that follows from their quotient."""
 
     def __init__(self, config: DifficultyConfig) -> None:
         self._config = config
@@ -54,10 +58,10 @@ class PassRates:
         return next(i for i, pool in enumerate(self._config.pools) if rate <= pool.up_to)
 
     def is_used(self, key: str, position: int) -> bool:
-        """Return whether the prompt that comes at `position` is used there rather than skipped.
+        """Return whether the prompt at `position` in the task's order is used rather than skipped.
 
-        The decision is pseudorandom, with the pool's `share` as probability; a prompt without a
-        pool is always used.
+        The decision is pseudorandom: it depends only on the prompt, the position and the pool, and
+        is True with the pool's `share` as probability. A prompt without a pool is always used.
         """
         pool = self.pool(key)
         share = 1.0 if pool is None else self._config.pools[pool].share
@@ -78,12 +82,12 @@ class PassRates:
 
 
 class TaskPrompts:
-    """Training prompts of `task` in order, from the prompt of group number `groups` on.
+    """Training prompts of `task` in order, starting with the first prompt that has no group yet.
 
     Args:
         file: File for positions and scores; it is created only if there are pools.
-        groups: Number of groups that exist already.
-        solved_at: Reward from which on a response counts as right.
+        groups: Number of groups that exist already; every group has read one prompt.
+        solved_at: Smallest reward with which a response counts as right.
     """
 
     def __init__(
@@ -110,7 +114,7 @@ class TaskPrompts:
                         last = group, position
                 case {"prompt": str(key), "right": bool(right)}:
                     self._rates.add(key, right)
-        # Groups without a line were added before pools were configured: one prompt each, in order.
+        # Groups without a line were added in sessions without pools: one prompt each, in order.
         if last is not None:
             self._position = last[1] + self._group - last[0]
 
@@ -121,8 +125,8 @@ class TaskPrompts:
         return self._task.counts(0)[0]
 
     def take(self, count: int) -> list[Prompt]:
-        """Return the next `count` prompts, without skipped prompts; fewer if the task has no
-        more."""
+        """Return the next `count` prompts that are used, and skip the others; fewer if the task has
+        no more."""
         if self._file is None:
             prompts = self._task.train_prompts(self._position, count)
             self._position += len(prompts)

@@ -1,5 +1,5 @@
-"""Generates responses of the policy, each by as many generation requests as it needs, on the
-engines that serve at the moment.
+"""Generates responses of the policy on the engines that serve at the moment. A response may need
+several generation requests, because a request ends early when it is aborted or its engine fails.
 
 Every token of a response passes through `read`, whether it is trained on, evaluated or sampled from
 a teacher. In training the scheduler submits one request at a time; `respond` makes as many requests
@@ -8,16 +8,16 @@ as a response needs.
 Invariants
 - A request asks only for what its response lacks: its input is the prompt and every token so far,
   and its limit is the number of tokens that remain (`ResponseSpec.request`).
-- Whether a response is complete can be seen from its tokens (`ResponseSpec.end`). An engine reports
-  the end with the last token, but the report is lost if the request is cut off at that moment. A
-  further request would then return tokens after the end.
-- A chunk is processed before the next chunk is read, and a stream is closed when `read` returns, so
-  that the response may be resumed on another engine at once.
+- Whether a response is complete is decided from its tokens (`ResponseSpec.end`). An engine reports
+  the end with the last token, but the report is lost if the request is cut off at that moment.
+  Without a look at the tokens, a further request would then add tokens after the end.
+- A chunk is processed before the next chunk is read, and a stream is closed when `read` returns. No
+  token can arrive after that, so the response may be resumed on another engine at once.
 - At most `slots` requests run on one engine of an `EnginePool` at once, and no request runs between
   the return of `suspend` and the call of `release`. Weights therefore never change during a
-  request. Responses that have been started get an engine before new ones.
-- An engine that fails costs no response, unless requests of the response have failed `_TRIES`
-  times.
+  request. A request that continues a response gets an engine before a request that starts one.
+- If an engine fails, its responses are continued on another engine. A response is given up only
+  after `_TRIES` of its requests have failed.
 """
 
 import asyncio
@@ -65,7 +65,8 @@ class ResponseSpec:
         """Return why a response of `length` tokens is complete, or None if it is not complete.
 
         Args:
-            last: Last token of the response; None if the policy did not make it.
+            last: Last token of the response; None if there is no token yet, or if the token was not
+                made by the policy.
         """
         if last in self.stop_token_ids and not self.exact:
             return FinishReason.STOP
@@ -74,8 +75,12 @@ class ResponseSpec:
     def request(
         self, name: str, prompt_ids: IntArray, *response_ids: IntArray | Sequence[int]
     ) -> GenerationRequest:
-        """Return the request that continues a prompt and the existing parts of its response up to
-        the limit."""
+        """Return the request that generates the rest of a response, up to the limit, after the
+        prompt and the tokens that the response has so far.
+        || Args:
+        name: Id of the request.
+        response_ids: Tokens of the response so far, in consecutive pieces.
+        """
         input_ids = np.concatenate([prompt_ids, *response_ids]).astype(np.int32)
         left = self.limit - (len(input_ids) - len(prompt_ids))
         return GenerationRequest(
@@ -150,7 +155,8 @@ async def respond(
     """
     response, requests, failures = ResponseTokens(), 0, 0
     while response.end is None:
-        # With the final ";" no request id is a prefix of another.
+        # Engines abort all requests whose id starts with a given id. With the final ";" no request
+        # id is a prefix of another.
         request = wanted.request(f"{name}.{requests};", prompt_ids, response.token_ids)
         try:
             async with engines.reserve(request.request_id, resumes=requests > 0) as engine:
@@ -171,8 +177,8 @@ async def respond(
 
 
 class EnginePool:
-    """Assigns a serving engine to each request that is made in addition to the rollouts, for
-    instance by an evaluation.
+    """Assigns an engine to each request that is not the scheduler's, for instance of an evaluation.
+    Such requests run in addition to the scheduler's requests.
 
     The pool can be suspended: its requests are then aborted and none is started.
 
@@ -243,7 +249,8 @@ class EnginePool:
         this block.
 
         Args:
-            resumes: Whether the request continues a response; such requests precede new responses.
+            resumes: Whether the request continues a response. Such a request gets an engine before
+                requests that start a response.
 
         Raises:
             EngineError: The pool was suspended and the engine did not end the request in time.
@@ -263,7 +270,8 @@ class EnginePool:
         """Wait for a free slot, reserve it, and return its engine: the engine with the fewest
         requests of this pool.
 
-        At most one new response looks for an engine at a time; other new responses queue behind it.
+        Requests that start a response get their engines one after the other, in the order of their
+        calls. A request that continues a response does not queue.
         """
         self._resuming += resumes
         try:
@@ -271,7 +279,8 @@ class EnginePool:
                 while True:
                     await self._released.wait()
                     free = [e for e in self._serving() if self._load[e.engine_id] < self.slots]
-                    # The pool may have been suspended again since the wait ended.
+                    # The pool may have been suspended again after `_released` was set and before
+                    # this task ran.
                     if free and not self.suspended and (resumes or not self._resuming):
                         engine = min(free, key=lambda e: self._load[e.engine_id])
                         self._load[engine.engine_id] += 1

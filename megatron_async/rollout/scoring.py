@@ -2,11 +2,12 @@
 
 Invariants
 - For each response passed to `score`, the callback `ready` is called exactly once, with its reward
-  or None, even if the response's group (all responses to one prompt) is dropped while the response
-  waits for the other members (`dropped`).
-- With scorers of groups, a group is scored once every member has a complete response. Whether that
-  is so is read from the store, so a restarted process continues in the same way. A member that has
-  a reward already keeps it when another member is generated again.
+  or None. A group is all responses to one prompt. If a group is dropped while a response waits for
+  the other members, the caller of `dropped` makes the call.
+- With scorers of groups, a group is scored once every member has a complete response. The states of
+  the members are read from the store, so a restarted process comes to the same decision. If a
+  member is generated again after its group was scored, the group is scored again, but the other
+  members keep the rewards they have.
 """
 
 import time
@@ -39,7 +40,8 @@ class Scoring:
     """Scores the trajectories that the scheduler names and stores their rewards.
 
     Attributes:
-        prompts: Counts every score in the pass rate of its prompt.
+        prompts: Source of the training prompts, which counts every score in the pass rate of its
+            prompt.
         of_groups: Whether some reward function scores whole groups.
         ready: Function that gets a trajectory's id and reward; the reward is None if the scorer
             failed and the settings do not count that as 0.
@@ -60,8 +62,9 @@ class Scoring:
     async def score(self, trajectory_id: int) -> None:
         """Score a finished trajectory and pass its reward to `ready`.
 
-        With scorers of groups, the trajectory waits until every member of its group has finished,
-        and then the group is scored. If a member was dropped, `ready` gets None.
+        If a reward function scores whole groups, the trajectory waits until every member of its
+        group has finished, and then all members are scored together. If a member was dropped,
+        `ready` gets None.
         """
         trajectory = self.store.load_trajectory(trajectory_id)
         if not self.of_groups:
@@ -89,11 +92,11 @@ class Scoring:
                 del self._waiting[number]
 
     def dropped(self, trajectory_id: int) -> list[int]:
-        """Return the trajectories that waited to be scored with a dropped trajectory's group; they
-        wait no longer.
+        """Return the trajectories that have waited to be scored together with a dropped trajectory;
+        they wait no longer.
 
-        The caller must call `ready` for them. The result is empty if the group is being scored,
-        because `score` then does so.
+        The caller must call `ready` with None for each of them. The result is empty if the group is
+        being scored at the moment, because `score` calls `ready` in this case.
         """
         if not self._waiting:
             return []
@@ -146,7 +149,8 @@ def _response(trajectory: Trajectory) -> list[int]:
 
 
 def conversation_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Return the chat messages of an episode's last branch, including the policy's responses."""
+    """Return the chat messages of the branch that ends with the last turn whose response the agent
+    program received, including the policy's responses."""
     messages: list[dict[str, Any]] = []
     path = [last_of(turns)] if turns else []
     while path and path[-1].parent is not None:
@@ -159,8 +163,8 @@ def conversation_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
 
 
 def with_conversations(prompt: Prompt, conversations: Sequence[Sequence[Any]]) -> Prompt:
-    """Return the prompt with the chat messages of each response added, which reward functions read
-    as `Sample.messages`."""
+    """Return the prompt with one list of chat messages for each response, which reward functions
+    read as `Sample.messages`."""
     return replace(prompt, payload={**prompt.payload, CONVERSATIONS: list(conversations)})
 
 
@@ -184,8 +188,8 @@ def reward_means(groups: Iterable[Group]) -> dict[str, float]:
     """Return the mean reward of the trajectories in a batch, and the mean of each named reward
     component.
 
-    Rewards of turns are not discounted. The mean of a component is over the trajectories that have
-    it.
+    The reward of an episode is the undiscounted sum over its turns. The mean of a component is over
+    the trajectories that have this component.
     """
     values: defaultdict[str, list[float]] = defaultdict(list)
     rewards = []

@@ -1,14 +1,17 @@
 """Alternates the use of devices between engines and trainer if they share them (`engines.placement:
 colocated`).
 
-The trainer's calls say what it needs. When it gets a batch or asks for a checkpoint's position, it
-is about to use the devices. When it starts a weight update, it keeps only its weights on them. When
-it ends the update, it keeps nothing.
+The manager knows from the trainer's calls what the trainer has on the devices. When it gets a batch
+or asks for the store's position for a checkpoint, it is about to use the devices. When it starts a
+weight update, it has only its weights on them. When it ends the update, it has released all its
+device memory.
 
 Invariants
-- Engines are offloaded from the moment at which the trainer may proceed until it reports that its
-  memory is free. Engines and trainer never use the devices at the same time.
-- An offloaded engine runs nothing. Interrupted requests are resumed when the engine is loaded
+- Engines are offloaded before a call returns after which the trainer uses the devices, and they are
+  loaded again only after a call that says that the trainer's memory is free. Both have device
+  memory at the same time only during a weight update and its verification, when the engines have
+  memory for their weights.
+- An offloaded engine processes no request. It resumes its interrupted requests when it is loaded
   again.
 - With separate devices (`shared` is false), nothing in this module has an effect.
 """
@@ -30,8 +33,8 @@ class SharedDevices:
     def __init__(self, shared: bool, ask: Ask) -> None:
         self.shared = shared
         self._ask = ask
-        # For each offloaded engine, by id: whether its weights nevertheless have device memory,
-        # because they were kept there or were allocated again for an update.
+        # For each offloaded engine, by id: whether its weights have device memory all the same,
+        # because the engine kept it or allocated it again for an update.
         self._offloaded: dict[str, bool] = {}
 
     async def offload(self, engines: Iterable[EngineClient], *, keep_weights: bool = False) -> None:
@@ -47,8 +50,8 @@ class SharedDevices:
             self._offloaded[engine.engine_id] = keep_weights
 
         if self.shared:
-            # An offloaded engine whose weights still have memory must release that too, unless the
-            # engines may keep their weights.
+            # Leave out engines that are offloaded as far as needed. An offloaded engine whose
+            # weights still have device memory must release it now, unless `keep_weights` allows it.
             done = {e for e, weights in self._offloaded.items() if keep_weights or not weights}
             await self._ask([e for e in engines if e.engine_id not in done], offload_one)
 

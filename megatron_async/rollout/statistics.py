@@ -3,11 +3,11 @@
 Invariants
 - Counters only grow. The metrics of a batch are differences since the batch before it (for the
   first batch: since this process started), so that they add up over the batches of one process.
-- What was not measured is left out: KV usage and preemptions of an engine before its first report,
-  and the time of a score if there was no score.
+- A metric without a measurement is left out of a batch: KV usage before the first load report of an
+  engine, and the seconds per score if nothing was scored.
 - Times are wall-clock seconds of the driver's process.
-- Generation time is the time in which requests may run. It stops when a batch is emitted (without
-  `overlap`) or when a weight update starts, and continues when that update has ended.
+- Generation time is the time in which requests may run. It stops when a weight update starts, and
+  without `overlap` already when a batch is emitted. It continues when the update has ended.
 """
 
 import time
@@ -28,9 +28,9 @@ from megatron_async.trajectory.sample_lag import SamplesTrained
 from megatron_async.trajectory.types import DropReason
 
 _MIN_GENERATING_SECONDS = 0.5
-"""Shortest generation time over which a token rate is computed. A batch that was complete before
-the trainer asked for it has no generation time, so its tokens count toward the rate of the next
-batch."""
+"""Shortest generation time, in seconds, for which `tokens_per_second` is computed. A batch that was
+complete before the trainer asked for it has almost no generation time, so its rate would be
+meaningless. Its tokens and time are counted in the rate of the next batch."""
 
 
 _OF_SESSIONS = ("restored", "steps_repeated", "workers_lost", "replay_mismatches")
@@ -43,19 +43,21 @@ class RolloutCounts:
     """Counters of a driver's session, which only grow.
 
     Attributes:
-        seconds: Reading of the clock up to which times are counted.
+        seconds: Reading of the clock in seconds; the times below are counted until then.
         tokens: Tokens that arrived from engines.
         generating: Seconds of generation time.
-        slot_seconds: Sum over requests of their seconds in generation time.
+        slot_seconds: Sum, over all requests, of the generation time in which the request was
+            running, in seconds.
         paused: Seconds in which weight updates stopped generation.
         preemptions: Requests that engines moved back into their queue.
         scores: Scored responses.
         score_seconds: Sum of the seconds that each score took.
-        looked_for_answers: Scores that say whether the response has an answer.
-        answers: Scores that say that the response has an answer.
-        cost: Money that scorers spent.
+        looked_for_answers: Scores with a component `answered`, which says whether the scorer found
+            an answer in the response.
+        answers: Scores whose component `answered` is positive.
+        cost: Sum of the prices that scorers report for their scores.
         dropped: Dropped trajectories, by reason.
-        faults: Faults of scorers, by metric name.
+        faults: Faults of scorers, for instance timeouts, by metric name.
         scheduler: The scheduler's counters, by metric name.
         episodes: Counters of environments and episodes, by metric name.
         environment_seconds: Sum of the seconds that each call to an environment took.
@@ -79,7 +81,7 @@ class RolloutCounts:
     environment_seconds: float = 0.0
 
     def since(self, before: "RolloutCounts") -> "RolloutCounts":
-        """Return the difference of each counter between `before` and now."""
+        """Return each counter's growth from `before` to this object."""
         grown = {f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)}
         return RolloutCounts(**grown)
 
@@ -104,8 +106,8 @@ class RolloutStatistics:
 
         Args:
             overlap: Whether generation continues while the trainer works on a batch.
-            trained: Number of trajectories trained in each step before the first batch; None if
-                there was no step.
+            trained: Number of trajectories that were trained in each step of earlier sessions, for
+                the lag in samples; None if there was no step.
             clock: Function that returns the time in seconds.
         """
         self._overlap = overlap
@@ -186,8 +188,8 @@ class RolloutStatistics:
         self.counts.dropped[reason] += 1
 
     def batch_dropped(self, step: int, reason: str, trajectories: int) -> None:
-        """Count the trajectories of the batch of `step` as dropped, and as not trained in lag
-        metrics."""
+        """Count the trajectories of the batch of `step` as dropped, and do not count them as
+        trained when the lag in samples is computed."""
         self._trained.drop(step)
         self.counts.dropped[reason] += trajectories
 
@@ -201,7 +203,7 @@ class RolloutStatistics:
         """Count one finished call to an environment, which took `seconds`.
 
         Args:
-            counts: Current counts of `EpisodeSessions`.
+            counts: Totals that the session's `EpisodeSessions` has counted so far, by name.
         """
         self.counts.environment_seconds += seconds
         self._longest_call = max(self._longest_call, seconds)
@@ -245,8 +247,8 @@ class RolloutStatistics:
         """Return the `rollout/*` metrics (docs/schedules.md) of a batch that was just packed; call
         this once per batch.
 
-        Counts are differences since the batch before. Without `overlap`, generation time stops
-        here.
+        Counts are differences since the batch before. Without `overlap`, generation time stops with
+        this call.
         """
         self._count_time()
         self._generating = self._generating and self._overlap
@@ -302,8 +304,8 @@ class RolloutStatistics:
             metrics["rollout/kv_usage"] = float(np.mean(reports))
             metrics["rollout/kv_usage_max"] = max(reports)
         self._kv_reports = []
-        # `auto` may have lowered the concurrency N'. Until the excess requests have ended, more
-        # than N' requests are running.
+        # Start a new maximum of the number of running requests for the next batch: the concurrency
+        # N', or the requests that still run if `auto` has just lowered N' below their number.
         self._peak_running = min(self._peak_running, max(view.concurrency, self._running))
         return metrics
 
@@ -341,7 +343,8 @@ def of_batch(batch: TokenBatch, lag_samples_E: npt.NDArray[np.int64]) -> dict[st
     An episode counts once for rewards and shares, however many branches it has.
 
     Args:
-        lag_samples_E: Lag of each trajectory in samples.
+        lag_samples_E: Lag of each trajectory in samples: number of trajectories that were trained
+            between the policy version of its oldest trained token and this batch.
     """
     lengths_S = batch.lengths_S() - batch.prompt_lengths_S
     lag = batch.lag_T[batch.loss_mask_T > 0]

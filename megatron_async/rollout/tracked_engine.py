@@ -7,16 +7,17 @@ order in which they arrived. If the verification fails, the streams are canceled
 tokens is stored (docs/weights.md).
 
 Invariants
-- The state is updated whenever an engine is paused or resumed through its client. The silence of a
-  suspended engine is not counted, and calls that cannot work on a suspended engine wait until it is
+- `TrackedEngine.client` records each pause and resume. A suspended engine need not make tokens or
+  reply: its silence is not counted, and calls that it could not carry out wait until it is
   released.
 - The state of an engine that was taken out of service is never used again; a restarted or stale
   engine gets a new object.
 - Tokens of a version are accepted once the engine is verified for the version. Until then the
-  engine is suspended and its stream is read no further.
+  engine's liveness checks are suspended and its streams are read no further.
 - Tokens of a version that the engine was not sent, or that was not verified on it, are never
   accepted.
-- Only the newest verified versions are remembered, because no stream is far behind.
+- Only the newest `_VERSIONS` verified versions are remembered, because no running request has
+  tokens of a version as old as the forgotten ones.
 - A caller that waits for a verification continues when `accept` is called, or gets False when the
   engine is taken out of service.
 """
@@ -41,10 +42,11 @@ class TrackedEngine:
     versions' tokens are accepted.
 
     Attributes:
-        client: Client of the engine, which records pauses in this object.
+        client: Client of the engine, which suspends and releases this object when it pauses and
+            resumes the engine.
         up: Whether the engine has loaded the current weights and serves requests.
-        preemptions_seen: Number of preemptions in the engine's last load report, beyond which
-            preemptions are new; None before the first report to this object.
+        preemptions_seen: Total number of preemptions in the engine's last load report, which is
+            subtracted from the next report's to count new ones; None before the first report.
         check: Running or last check of whether the engine replies; None if there was none.
         given_up: Whether the engine was taken out of service.
     """
@@ -58,7 +60,7 @@ class TrackedEngine:
         self.check: asyncio.Task[None] | None = None
         self.given_up = False
         self._released = asyncio.Event()
-        self._accepted: dict[PolicyVersion, None] = {}  # verified versions, the oldest first
+        self._accepted: dict[PolicyVersion, None] = {}  # Verified versions, oldest first.
         self._expected: PolicyVersion | None = None
         self._verified = asyncio.Event()
 
@@ -117,7 +119,8 @@ class TrackedEngine:
     async def until_released(self) -> None:
         """Wait until this engine is no longer suspended, or is taken out of service.
 
-        There is no time limit here, because whoever suspended the engine limits the suspension.
+        There is no time limit here, because each caller of `suspend` limits the time of its
+        suspension.
         """
         while self.health.suspended and not self.given_up:
             await self._released.wait()
@@ -132,7 +135,8 @@ class _WatchedClient(ForwardingClient):
         self._tracked = tracked
 
     async def pause(self, mode: PauseMode) -> None:
-        self._tracked.suspend(_PAUSE)  # before the call, because the engine may stop during it
+        # Before the call, because the engine may stop replying during it.
+        self._tracked.suspend(_PAUSE)
         await super().pause(mode)
 
     async def resume(self) -> None:

@@ -5,12 +5,13 @@ There are two steps, because the trainer computes between them: `check_checksums
 trainer's log-probs.
 
 Invariants
-- Nothing here changes an engine or takes it out of service. Each step names the engines that
-  passed, those with wrong weights or wrong samples, and those that failed to reply.
-- The rules remember two things across updates: the checksum with which a version was published, and
-  which difference to the trainer is usual in half precision.
-- If two checksums are equally common, no engine is considered wrong until the trainer has compared:
-  the trainer's log-probs decide. If they do not decide either, every engine is considered wrong.
+- The checks do not change an engine or take it out of service. Each check returns which engines
+  passed, which have wrong weights or samples, and which failed to reply; the caller acts on it.
+- `WeightChecks` remembers two things across updates: the checksum on which engines agreed for the
+  newest version, and how much log-probs of engines and trainer usually differ in half precision.
+- If two checksums are equally common, the comparison with the trainer's log-probs decides. The
+  engines that pass it are right if they have one checksum; if they still have different checksums,
+  all of them count as wrong.
 """
 
 import asyncio
@@ -51,8 +52,8 @@ class CheckOutcome:
 
 
 class WeightChecks:
-    """Checks of the weights of one manager's engines, with what the checks remember across
-    updates."""
+    """Checks of the weights of one manager's engines, and the checksum and usual difference that
+    are remembered across updates."""
 
     def __init__(self, config: RunConfig, prompts: Callable[[], Sequence[IntArray]]) -> None:
         """Set up the checks of a run.
@@ -63,12 +64,13 @@ class WeightChecks:
         self._config = config
         self._prompts = prompts
         self._agreed: tuple[PolicyVersion, str] | None = None
-        self._undecided: list[LoadedVersion] = []  # engines whose checksums are equally common
+        # Reports of engines of which it is undecided whether their checksum is right.
+        self._undecided: list[LoadedVersion] = []
         self._rule = RatioCheck(
             tolerance=config.weights.probe_tolerance, temperature=config.sampling.temperature
         )
-        # A delta transport and quantized engines reduce the precision of the weights, whatever data
-        # type the engine computes with.
+        # Whether engines get exactly the trainer's weights. A delta transport and quantized engines
+        # round them, whatever data type the engine computes with.
         self._sent_exactly = (
             config.weights.transport != "delta" and config.engines.quantization == "none"
         )
@@ -76,12 +78,12 @@ class WeightChecks:
     async def check_checksums(
         self, engines: Sequence[EngineClient], version: PolicyVersion
     ) -> CheckOutcome:
-        """Ask engines for their version and checksum; an engine passes if it has `version` under
-        the common checksum.
+        """Ask engines for their version and checksum; an engine passes if it has `version` and the
+        common checksum.
 
-        The common checksum is that of most engines, or of the engines that serve the version
-        already. If two checksums are equally common, all engines with `version` pass, and
-        `check_ratios` decides.
+        The common checksum is the one that most engines with `version` have. If engines agreed on a
+        checksum for this version in an earlier call, it is that checksum. If two checksums are
+        equally common, all engines with `version` pass here, and `check_ratios` decides.
         """
 
         async def ask(engine: EngineClient) -> LoadedVersion:
@@ -107,11 +109,11 @@ class WeightChecks:
         return outcome
 
     def _decide(self, outcome: CheckOutcome, version: PolicyVersion) -> CheckOutcome:
-        """Decide which of two equally common checksums is right, after the log-probs were compared;
-        return the new outcome.
+        """After the comparison of log-probs, decide which of two equally common checksums is right;
+        return the new outcome. Without such a tie, return `outcome` unchanged.
 
-        If all engines that passed have the same checksum, it is right. If they still differ, all of
-        them are wrong.
+        If all engines that passed the comparison have the same checksum, it is right. If they still
+        differ, all of them are wrong.
         """
         passed = {engine.engine_id for engine in outcome.good}
         reports = [report for report in self._undecided if report.engine_id in passed]
@@ -128,8 +130,8 @@ class WeightChecks:
     async def sample_tokens(
         self, engines: Sequence[EngineClient], version: PolicyVersion
     ) -> tuple[CheckOutcome, list[probe.ProbeSample]]:
-        """Sample tokens from each engine as the run samples them; return which engines replied, and
-        the samples."""
+        """Sample tokens from each engine with the run's sampling settings; return which engines
+        replied, and the samples."""
         weights, sampling = self._config.weights, self._config.sampling
         prompts = probe.probe_prompts(self._prompts())
 
@@ -184,7 +186,7 @@ class WeightChecks:
                 f"{version}: log-probs of its own tokens differ by {error.mean:.2e} on average; "
                 f"the limit is {self._rule.limit(exact=exact):.2e} {self._limit_note(exact)}"
             )
-        # If no engine passes, they agreed on wrong weights, so their checksum must be forgotten.
+        # If no engine passes, the engines agreed on a checksum of wrong weights, so forget it.
         if not outcome.good:
             self._agreed = None
         means = [error.mean for error in errors.values()]
