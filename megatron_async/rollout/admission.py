@@ -151,7 +151,8 @@ class Admission:
         self._filtered.emitted()
 
     def recovered(self, end_if_complete: Callable[[int], bool]) -> tuple[ev.RecoveredGroup, ...]:
-        """Return the store's unconsumed groups in the form that the scheduler needs to resume them.
+        """Return the groups in the store on which the current weights were not trained, in the form
+        that the scheduler needs to resume them.
 
         Trajectories with invalid token ids or log-probs are dropped first. With `episode.resume:
         restart`, episodes that have not ended are reset to their prompt.

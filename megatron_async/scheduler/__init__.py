@@ -6,17 +6,21 @@ It does no I/O. It receives events and returns actions, which its caller carries
 - events: all events and actions.
 - scheduler: the state machine, and the limits on what may start. It has no clock and no randomness,
   so the same events always cause the same actions.
-- lifecycle: the states of trajectories and groups. A trajectory leaves only in a batch or by a drop
-  that is counted.
+- lifecycle: the states of trajectories and groups. A trajectory leaves the scheduler only in a
+  batch or by a drop, and every drop is counted.
 - state: the entries that the scheduler keeps for each trajectory, group and engine.
-- queues: trajectories that wait for a free request, and complete groups that wait for a batch.
+- queues: trajectories that wait until one more request may run, and complete groups that wait for a
+  batch.
 - lag: the staleness bound: which groups the next batch may contain, and which it must contain.
-- balance: the choice of an engine for a trajectory: fewest KV tokens, and groups on one engine.
-- update_gate: the weight update: engines are idle or paused before weights change.
-- auto_concurrency: `schedule.concurrency: auto`, as pure functions of a state.
+- balance: chooses an engine for a trajectory: the one with the fewest tokens in its KV cache, or
+  one that already runs members of the trajectory's group.
+- update_gate: allows a weight update once engines are idle or paused.
+- auto_concurrency: finds the number of requests in flight that gives the largest throughput
+  (`schedule.concurrency: auto`), as pure functions of a state.
 - warnings: warnings about queues and engines for the user.
 - counts: running counts, and the snapshot of them that metrics read.
-- record, snapshot: events are recorded and replayed; the whole state is saved as JSON types.
+- record: writes events and actions to files, and replays such files. snapshot: saves the whole
+  state of a scheduler as JSON types, and restores it.
 """
 
 from megatron_async.scheduler.counts import SchedulerView

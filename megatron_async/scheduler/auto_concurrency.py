@@ -1,89 +1,117 @@
-"""Implements `schedule.concurrency: auto`: a feedback loop that adjusts N' to maximize throughput.
+"""Implements `schedule.concurrency: auto`: a feedback loop that adjusts N', the largest number of
+requests in flight, to maximize throughput.
 
 All functions are pure: they take a state and return a new state.
 
 The loop maximizes the rate of trained tokens: the response tokens of batches, divided by the time
-between the moments at which the trainer took the batches. This rate reflects prefill of resumed and
-preempted requests, dropped trajectories, idle engines, and an idle or busy trainer, so none of them
-needs a model. The rate of arriving tokens would mislead, because a larger N' first fills the
-buffer. Among values of N' with the same rate, the smallest is best: more requests in flight cause
-more lag and more recomputation.
+between the moments at which the trainer took the batches. This rate includes the cost of everything
+that N' influences: repeated prefill of resumed and preempted requests, dropped trajectories, idle
+engines, and an idle or busy trainer. The rate at which tokens arrive from engines would mislead,
+because a larger N' first fills the buffer of partial trajectories with tokens that no batch
+contains yet. Among values of N' with the same rate, the smallest is best: more requests in flight
+cause more lag and more recomputation.
 
-The loop starts with as many requests as the KV cache has room for at their expected length, at most
-`START_BATCHES` batches. It then doubles N' while that pays, tries both sides in steps of sqrt(2),
-stays at the best N' for a while, and tries again, because lengths change while a policy learns. The
-first round has short windows, because the values that it compares differ much.
+The loop starts with as many requests as the KV caches have room for at their expected length, but
+at most with the requests of `START_BATCHES` batches. It then doubles N' as long as the rate rises
+enough. After that it tries the best N' times sqrt(2) and divided by sqrt(2). Then it stays at the
+best N' for `REST_WINDOWS` windows and repeats the trials, because lengths change while a policy
+learns. The trials until the first rest are the first round. Its windows are short, because the
+values of N' that it compares, and so their rates, differ much.
 
 Invariants
-- N' stays between the floor and the cap.
-- N' is measured in a *window*. First, `SETTLING_TURNOVERS` turnovers pass without measurement. (A
-  turnover is as many completions as the larger of the old and the new N'. Until then, short
-  responses are over- or under-represented in batches.) Then at least `WINDOW_BATCHES` batches and a
-  turnover are measured.
-- A doubling must raise the rate by `GAIN_PER_DOUBLING`, a smaller step by its share of that. A step
-  down may lower it by as much. Every rate is compared with the best known rate, so small losses do
-  not add up.
-- N' is not raised while requests stay free (because of back-pressure, a lag bound, or too few
-  prompts), nor beyond the capacity of the KV cache. A storm of preemptions ends a window at once.
-- More preemptions than `PREEMPTION_LIMIT` set a ceiling for N', which rises again slowly.
-- Equal inputs give equal outputs: times come from events, never from a clock. Without times (all
-  are zero), only the guards against preemptions change N'.
+- N' stays between the size of a group (the floor) and the number of requests that the engines can
+  run at once (the cap).
+- N' is measured in a *window*. A turnover is the time in which as many requests are completed as
+  the larger of the old and the new N'. After a change of N', short responses are over- or
+  under-represented in batches for a turnover, so `SETTLING_TURNOVERS` turnovers pass without
+  measurement. Then at least `WINDOW_BATCHES` batches and a turnover are measured.
+- A doubled N' is kept only if it raises the rate by at least the share `GAIN_PER_DOUBLING`. A
+  factor of sqrt(2) must raise it by at least half of that, and a division by sqrt(2) may lower it
+  by at most half of that. Every rate is compared with the best known rate, so that small losses do
+  not add up over several steps.
+- N' is not raised if fewer than the share `SATURATED` of N' requests were in flight, because of
+  back-pressure, a lag bound or too few prompts. It is not raised above `OVERCOMMIT` times the
+  number of requests with which the KV caches would be full. If an engine reports preemptions of at
+  least N' / 2 requests at once, the window ends immediately.
+- If a window has more than `PREEMPTION_LIMIT` preemptions per completed request, its N' becomes a
+  ceiling that later values stay below. The ceiling rises by the factor `CEILING_GROWTH` in each
+  round of trials.
+- Equal inputs give equal outputs: times come from events, never from a clock. If the events have no
+  times (all are 0), no rate can be computed, and only preemptions change N'.
 
-The constants are assumed.
+The values of the constants are assumptions, not measurements.
 """
 
 import math
 from dataclasses import dataclass, replace
 
 GAIN_PER_DOUBLING = 0.02
-"""Relative gain in the rate of trained tokens that doubling N' must bring."""
+"""Smallest relative gain in the rate of trained tokens for which a doubling of N' is kept. N' is
+the largest number of requests in flight."""
 START_BATCHES = 2
-"""Number of batches whose requests limit the first N', however large the KV cache is.
+"""The first N' (largest number of requests in flight) is at most the number of requests of this
+many batches, however large the KV caches are.
 
-Each further batch adds one step of lag.
+The limit exists because every batch of requests beyond the first adds one step of lag.
 """
 START_FILL = 0.9
-"""Share of the KV cache that the first N' fills with requests of the expected length."""
+"""Share of the KV caches that the first N' requests fill if each has the expected length."""
 SETTLING_TURNOVERS = (1, 2)
-"""Number of turnovers after a change of N' that are not measured, in the first round and later."""
+"""Number of turnovers after a change of N' during which nothing is measured: in the first round of
+trials, and in later rounds. In a turnover, as many requests are completed as the larger of the old
+and the new N'."""
 WINDOW_BATCHES = (3, 6)
-"""Smallest number of batches in a window, in the first round and later."""
+"""Smallest number of batches over which the rate for one N' is measured: in the first round of
+trials, and in later rounds."""
 COARSE, FINE = 1.0, 0.5
-"""Steps of N' in trials, as powers of two."""
+"""Steps between values of N' that are tried, as exponents of 2: 1.0 doubles N', and 0.5 multiplies
+it by sqrt(2)."""
 MIN_STEP = 1.05
-"""Smallest factor between N' and a trial; a trial that limits bring closer than this is skipped."""
+"""Smallest factor between the best N' and an N' that is tried. If the limits on N' allow only a
+smaller step, the trial is skipped."""
 REST_WINDOWS = 6
-"""Number of windows at the best N' between two rounds of trials."""
+"""Number of measurements at the best N' between two rounds in which other values are tried."""
 MEMORY = 0.5
-"""Weight of a new measurement of the best N' against the earlier ones."""
+"""Weight of a new measurement of the rate at the best N'; the earlier rate has the weight 1 -
+`MEMORY`."""
 OVERCOMMIT = 1.25
-"""Largest N' of a trial, as a multiple of the N' at which the KV cache would be full.
+"""Largest N' that is tried, divided by the number of requests with which the KV caches would be
+full.
 
-A value above 1 may pay: a request that an engine has queued starts as soon as another one ends.
+A value above 1 may pay, because a request that waits in an engine's queue starts as soon as another
+request ends.
 """
 PREEMPTION_LIMIT = 1.0
-"""Number of preemptions per completion above which N' is far beyond the KV capacity, whatever the
-rate."""
+"""Number of preemptions per completed request above which N' is lowered, whatever the rate is: it
+is then far more than fits into the KV caches."""
 SATURATED = 0.9
-"""Share of N' that must have been in flight before a larger N' is tried."""
+"""A larger N' is tried only if at least this share of N' requests was in flight at some time.
+Otherwise N' does not limit the throughput."""
 BACK_OFF = 0.93
-"""Factor by which N' stays below a ceiling."""
+"""Largest N' that may be tried, divided by the ceiling. The ceiling is an N' that caused too many
+preemptions."""
 CEILING_GROWTH = 1.05
-"""Factor by which the ceiling rises at each round of trials."""
+"""Factor by which the ceiling, an N' that caused too many preemptions, rises with each round of
+trials, because lengths of responses change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Measurements under one value of N'.
+    """Measurements while N', the largest number of requests in flight, has one value.
 
     Attributes:
-        settling: Number of completions that must pass before anything is measured.
-        falling: Whether N' was lowered and still settles, so that load reports show the old N'.
-        began_at: Time of the first batch after settling, in seconds; None before.
-        began_tokens: Number of tokens in all batches up to that time.
-        usage_sum: Sum of the reported shares of the KV caches in use.
-        reports: Number of those load reports.
-        busiest: Largest number of requests in flight at a completion.
+        settling: Number of requests that must still be completed before anything is measured.
+        falling: Whether N' was lowered and `settling` is not 0 yet. Load reports may then still be
+            caused by the larger old N'.
+        began_at: Time in seconds at which the trainer took the first batch after settling; None
+            before that.
+        began_tokens: Number of tokens in all batches up to `began_at`.
+        batches: Number of batches that the trainer took after `began_at`.
+        completions: Number of requests that were completed after settling.
+        preemptions: Number of preemptions in load reports after settling.
+        usage_sum: Sum, over these load reports, of the share of the KV cache in use.
+        reports: Number of these load reports.
+        busiest: Largest number of requests in flight when a request was completed.
     """
 
     settling: int
@@ -99,28 +127,31 @@ class Window:
 
     @property
     def usage(self) -> float:
-        """Mean share of the KV caches in use; 0 without reports."""
+        """Mean share of the KV caches in use, over the load reports of this window; 0 without
+        reports."""
         return self.usage_sum / self.reports if self.reports else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class AutoConcurrency:
-    """State of the feedback loop.
+    """State of the feedback loop that adjusts N', the largest number of requests in flight.
 
     Attributes:
         limit: The current N'.
-        floor: Smallest N'.
-        first: N' that a search starts with.
+        floor: Smallest allowed N'.
+        first: The N' with which a search starts if nothing was measured yet.
         batch: Number of requests of one batch.
         expected: Expected number of tokens of one request.
-        cap: Largest number of requests that the engines run; None if unlimited.
-        ceiling: Value of N' that caused too many preemptions; None if there was none.
-        best: N' with the best known rate; 0 before the first measurement.
-        best_rate: That rate, in trained tokens per second.
-        step: The next trial, as a power of two relative to `best`.
-        refused: Number of consecutive trials that did not pay.
-        resting: Number of windows until the next round of trials.
-        later: 0 in the first round, 1 after it.
+        window: Measurements at the current N'.
+        cap: Largest number of requests that all engines together can run; None if unlimited.
+        ceiling: An N' that caused too many preemptions; None if there was none.
+        best: The N' with the best known rate of trained tokens; 0 before the first measurement.
+        best_rate: Rate at `best`, in trained tokens per second.
+        step: The N' to try next is `best` * 2 ** `step`.
+        refused: Number of trials in a row that did not pay.
+        resting: Number of further windows at `best` before other values are tried again.
+        later: 0 in the first round of trials, 1 after it; an index into `SETTLING_TURNOVERS` and
+            `WINDOW_BATCHES`.
     """
 
     limit: int
@@ -140,8 +171,8 @@ class AutoConcurrency:
 
 
 def start(groups_per_batch: int, group_size: int, expected_tokens: int) -> AutoConcurrency:
-    """Return the state before any engine is up, with the number of requests of one batch as N', the
-    largest number of requests in flight."""
+    """Return the state before any engine is up. N', the largest number of requests in flight, is
+    then the number of requests of one batch."""
     batch = groups_per_batch * group_size
     return AutoConcurrency(
         batch, group_size, batch, batch, expected_tokens, Window(SETTLING_TURNOVERS[0] * batch)
@@ -149,10 +180,11 @@ def start(groups_per_batch: int, group_size: int, expected_tokens: int) -> AutoC
 
 
 def completed(state: AutoConcurrency, in_flight: int) -> AutoConcurrency:
-    """Count a request whose response is complete; `in_flight` requests ran just before its end.
+    """Count a request whose response is complete.
 
-    Load reports could not replace this count, because short responses come and go between two
-    reports.
+    `in_flight` is the number of requests that ran just before its end. The numbers of running
+    requests in the engines' load reports could not replace it, because short responses start and
+    end between two reports.
     """
     window = state.window
     if window.settling:
@@ -165,14 +197,15 @@ def completed(state: AutoConcurrency, in_flight: int) -> AutoConcurrency:
 
 
 def capped(state: AutoConcurrency, cap: int | None, kv_tokens: int) -> AutoConcurrency:
-    """Start a new search, because engines came up or went down.
+    """Start a new search for the best N' (the largest number of requests in flight), because
+    engines came up or went down.
 
-    The search starts at the current N' or, if nothing was measured yet, at the N' that fills the KV
-    caches. Measurements with other engines are forgotten.
+    The search starts at the current N'. If nothing was measured yet, it starts at the N' with which
+    the KV caches are almost full. Rates that were measured with other engines are forgotten.
 
     Args:
-        cap: Number of requests that the engines together run at most; None if unlimited.
-        kv_tokens: Number of tokens that their KV caches have room for.
+        cap: Largest number of requests that all engines together can run; None if unlimited.
+        kv_tokens: Number of tokens that the KV caches of all engines have room for.
     """
     room = START_FILL * kv_tokens / state.expected
     first = round(min(START_BATCHES * state.batch, room)) if kv_tokens else state.batch
@@ -184,7 +217,13 @@ def capped(state: AutoConcurrency, cap: int | None, kv_tokens: int) -> AutoConcu
 
 
 def loaded(state: AutoConcurrency, kv_usage: float, preemptions: int) -> AutoConcurrency:
-    """Add the load report of one engine to the window; lower N' after a storm of preemptions."""
+    """Add the load report of one engine to the current window. If it reports preemptions of at
+    least half of N' requests, lower N' (the largest number of requests in flight) at once.
+
+    Args:
+        kv_usage: Share of the engine's KV cache in use, 0 to 1.
+        preemptions: Number of preemptions since the engine's last report.
+    """
     window = state.window
     if preemptions >= max(1, state.limit // 2) and not window.falling:
         return _over(state)
@@ -202,10 +241,13 @@ def loaded(state: AutoConcurrency, kv_usage: float, preemptions: int) -> AutoCon
 
 
 def taken(state: AutoConcurrency, at_seconds: float, batched_tokens: int) -> AutoConcurrency:
-    """Add a batch that the trainer took at `at_seconds` to the window; change N' if that completes
-    it.
+    """Add a batch that the trainer took at time `at_seconds` to the current window of measurements.
 
-    `batched_tokens` is the number of tokens of all batches so far.
+    If the window is complete, compute its rate of trained tokens and choose the next N', the
+    largest number of requests in flight.
+
+    Args:
+        batched_tokens: Number of tokens of all batches so far, including this one.
     """
     window = state.window
     if window.settling:
@@ -229,7 +271,8 @@ def taken(state: AutoConcurrency, at_seconds: float, batched_tokens: int) -> Aut
 
 
 def _measured(state: AutoConcurrency, rate: float) -> AutoConcurrency:
-    """Compare the `rate` of a complete window with the best one, and choose the next N'."""
+    """Compare `rate`, the tokens per second that a complete window measured at the current N', with
+    the best known rate, and choose the next N'."""
     if not state.best:
         return _trial(replace(state, best=state.limit, best_rate=rate))
     if state.limit == state.best:
@@ -241,19 +284,22 @@ def _measured(state: AutoConcurrency, rate: float) -> AutoConcurrency:
         return _trial(_refuse(state))
     rate = rate if step > 0 else max(rate, state.best_rate)
     state = replace(state, best=state.limit, best_rate=rate, refused=0)
-    # The other side of a fine step is the N' from which the step started, and is already measured.
+    # The next trial may go further in the same direction. The opposite direction need not be tried
+    # after a fine step: it leads back to the N' from which the step started, which is measured.
     return _trial(replace(state, refused=1) if abs(state.step) == FINE else state)
 
 
 def _refuse(state: AutoConcurrency) -> AutoConcurrency:
-    """Reject a trial that does not pay: try a smaller step next, then the other side, then rest."""
+    """Reject the last trial, because it does not pay. After a doubling, choose a step of sqrt(2) as
+    the next trial; after that, the opposite direction."""
     if abs(state.step) == COARSE:
         return replace(state, step=FINE)
     return replace(state, step=-state.step, refused=state.refused + 1)
 
 
 def _trial(state: AutoConcurrency) -> AutoConcurrency:
-    """Start a window at the next N' to try; if both sides were rejected, rest at the best N'."""
+    """Start a window at the next N' to try. If both directions were rejected, start a window at the
+    best N', where N' stays for `REST_WINDOWS` windows."""
     while state.refused < 2:
         wanted = _reachable(state, state.best * 2.0**state.step)
         factor = wanted / state.best
@@ -266,8 +312,8 @@ def _trial(state: AutoConcurrency) -> AutoConcurrency:
 
 
 def _reachable(state: AutoConcurrency, wanted: float) -> float:
-    """Return the N' nearest to `wanted` that all limits allow; above `best` only if requests were
-    used up."""
+    """Return the N' nearest to `wanted` that all limits allow. The result is above `best` only if
+    the requests in flight have almost reached N' in the current window."""
     window = state.window
     if wanted > state.best:
         if window.busiest < SATURATED * state.limit:
@@ -281,7 +327,8 @@ def _reachable(state: AutoConcurrency, wanted: float) -> float:
 
 
 def _over(state: AutoConcurrency) -> AutoConcurrency:
-    """Return to the best N', or below it, after too many preemptions."""
+    """Lower N' after too many preemptions: to the best known N' if that is smaller, otherwise by
+    the factor `BACK_OFF`. The old N' becomes the ceiling."""
     lower = math.floor(BACK_OFF * state.limit)
     state = replace(state, ceiling=float(state.limit), refused=0, step=-FINE)
     if state.best and state.best < state.limit:
@@ -290,7 +337,8 @@ def _over(state: AutoConcurrency) -> AutoConcurrency:
 
 
 def _at(state: AutoConcurrency, wanted: float) -> AutoConcurrency:
-    """Start a new window with N' = `wanted`, within the limits."""
+    """Start a new window with N' = `wanted`, or with the nearest N' that `floor` and `cap`
+    allow."""
     limit, before = _clamp(state, wanted), state.limit
     if limit == before:
         left = state.window

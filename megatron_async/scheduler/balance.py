@@ -1,14 +1,17 @@
-"""Chooses an engine for each trajectory: fewest KV tokens, and members of a group on the same
-engine.
+"""Chooses an engine for each trajectory: the engine with the fewest tokens in its KV cache, or one
+that already runs members of the trajectory's group, so that they share the KV cache of their
+prompt.
 
 Invariants
 - Only engines that have loaded the current version and may run one more request are chosen.
-- The load of an engine is the number of tokens of its running trajectories. The prompt of a group
-  counts once, because engines share prefixes.
-- The next turn of an episode prefers the engine of its last turn, whose KV cache has its prefix. It
-  does so while the weights are the same and the additional load is not above what the prefix saves.
-- Equal loads are decided by the number of running requests and then by the order of arrival, so the
-  choice is deterministic.
+- The load of an engine is the number of tokens of its running trajectories, divided by the capacity
+  of its KV cache. The prompt of a group counts once, because its members share the KV cache of the
+  prompt.
+- The next turn of an episode runs on the engine of its last turn, which still has the episode's
+  tokens in its KV cache, under two conditions: the weights are the same as in the last turn, and
+  the engine has at most as many tokens more than the least loaded engine as the episode has.
+- Between engines with equal loads, the one with fewer running requests is chosen, and then the one
+  that came up first, so the choice is deterministic.
 """
 
 import heapq
@@ -52,14 +55,14 @@ class ServingEngines:
         return orphans
 
     def published(self, version: PolicyVersion) -> None:
-        """Record that every engine that is up has loaded `version`."""
+        """Record that every engine that is up serves `version` from now on."""
         self._serving = None
         for engine in self.engines.values():
             engine.version = version
 
     def _of_version(self, version: PolicyVersion) -> dict[str, EngineEntry]:
-        """Return the engines that have loaded `version`, by name; cached until engines or versions
-        change."""
+        """Return the engines that have loaded `version`, by name. The result is cached until an
+        engine comes up, goes down or loads another version."""
         if self._serving is None or self._serving[0] != version:
             loaded = {
                 name: engine for name, engine in self.engines.items() if engine.version == version
@@ -79,7 +82,8 @@ class ServingEngines:
         return sum(engine.kv_capacity for engine in self.engines.values())
 
     def free_requests(self, version: PolicyVersion) -> int | None:
-        """Return how many more requests the engines with `version` may run; None if unlimited."""
+        """Return how many more requests the engines that have loaded `version` may run; None if one
+        of them has no limit."""
         total = 0
         for engine in self._of_version(version).values():
             if engine.max_running is None:
@@ -88,8 +92,8 @@ class ServingEngines:
         return total
 
     def placement(self, version: PolicyVersion, concurrency: int) -> "Placement":
-        """Return a `Placement` for the next submissions; it is invalid after any other change of
-        the engines."""
+        """Return a `Placement`, which chooses engines for the next submissions. It may be used only
+        until the load of an engine changes for another reason than these submissions."""
         return Placement(self._of_version(version), concurrency, version.number)
 
     def occupy(self, entry: TrajectoryEntry, engine: EngineEntry) -> None:
@@ -104,7 +108,8 @@ class ServingEngines:
         self.in_flight += 1
 
     def release(self, entry: TrajectoryEntry) -> None:
-        """Record that the request of trajectory `entry`, if any, has ended."""
+        """Record that the request of trajectory `entry` has ended; do nothing if it has no
+        request."""
         engine = entry.engine
         if engine is None:
             return
@@ -129,9 +134,10 @@ _Key = tuple[float, int, int]
 class Placement:
     """Chooses engines for consecutive submissions, between which nothing else changes.
 
-    During these, the load of an engine only grows. So a heap item with an old load can only be too
-    close to the front, and it is corrected when it gets there. Creating a placement costs
-    O(engines), and each choice O(log engines).
+    Engines are in a heap by their load, and the loads in the heap are not updated at each
+    submission. During consecutive submissions the load of an engine only grows, so an outdated item
+    is never too far back in the heap. It is corrected when it reaches the front. Creating a
+    placement costs O(engines), and each choice O(log engines).
     """
 
     def __init__(self, serving: dict[str, EngineEntry], concurrency: int, number: int) -> None:
@@ -155,12 +161,14 @@ class Placement:
     def choose(self, entry: TrajectoryEntry) -> EngineEntry:
         """Return the engine on which trajectory `entry` should run.
 
-        An engine that already runs members of its group is preferred if two conditions hold: it
-        runs no more than its share of N', and its additional load is not above the tokens that the
-        shared prompt saves.
+        This is the least loaded engine, with two exceptions. The next turn of an episode may stay
+        on the engine of its last turn (`_keeps`). An engine that already runs members of the
+        trajectory's group is preferred if it runs less than its equal share of N' (the largest
+        number of requests in flight), and if it has at most as many tokens more than the least
+        loaded engine as the shared prompt saves.
 
         Raises:
-            IndexError: If no engine may run one more request.
+            IndexError: No engine may run one more request.
         """
         best, group = self._least_loaded(), entry.group
         last_engine, serving = entry.last_engine, group.serving
@@ -177,7 +185,12 @@ class Placement:
 
     def _keeps(self, last_engine: EngineEntry, entry: TrajectoryEntry, best: EngineEntry) -> bool:
         """Return whether the next turn of an episode should run on `last_engine`, where its last
-        turn ran."""
+        turn ran and left its tokens in the KV cache.
+
+        The engine must serve the policy version that made the episode's newest tokens and have a
+        free request. It may have at most as many tokens more than the least loaded engine `best` as
+        the episode has.
+        """
         if (
             self._serving.get(last_engine.engine_id) is not last_engine
             or not last_engine.has_free_request
@@ -190,7 +203,8 @@ class Placement:
         heap = self._heap
         while True:
             _, running, _, engine = heap[0]
-            # No request was submitted to the engine since this heap item was made.
+            # The load in this heap item is current, because the number of running requests has not
+            # changed since.
             if len(engine.running) == running:
                 return engine
             if engine.max_running is None or engine.has_free_request:
@@ -200,8 +214,8 @@ class Placement:
                 heapq.heappop(heap)
 
     def _least_loaded_of(self, engine_ids: Iterable[str]) -> EngineEntry | None:
-        """Return the least loaded of the named engines with the current version and a free request,
-        if any."""
+        """Return the least loaded of those named engines that have the current version and may run
+        one more request; None if there is none."""
         found = [
             engine
             for i in engine_ids
@@ -211,7 +225,8 @@ class Placement:
 
 
 def _surplus(engine: EngineEntry, best: EngineEntry) -> float:
-    """Return by how many tokens `engine` is loaded more, relative to its capacity, than `best`."""
+    """Return how many tokens more `engine` has than it would have with the same load as `best`. The
+    load is the number of tokens divided by the capacity of the KV cache."""
     return engine.kv_tokens - best.kv_tokens / best.kv_capacity * engine.kv_capacity
 
 

@@ -47,7 +47,7 @@ class SchedulerView:
     """Snapshot of the scheduler's counts for metrics.
 
     Attributes:
-        version: The policy version that the engines shall serve.
+        version: Policy version that was published last and that the engines serve.
         next_step: Number of the next batch to emit.
         concurrency: Largest number of requests in flight (N').
         in_flight: Number of requests in flight.
@@ -59,9 +59,10 @@ class SchedulerView:
         dropped: Number of dropped trajectories, by reason.
         restarted: Number of restarts of trajectories.
         regenerated: Number of those restarts whose cause was a failed scorer or environment.
-        wasted_tokens: Number of tokens of dropped and restarted trajectories.
-        filtered_tokens: Number of those tokens in groups dropped because all their rewards are
-            equal.
+        wasted_tokens: Number of tokens that the policy generated for dropped and restarted
+            trajectories.
+        filtered_tokens: Number of those tokens in groups that were dropped because all their
+            rewards are equal.
         open_episodes: Number of episodes whose environment was started and that have not ended.
         waiting: Number of open episodes whose environment is being called.
     """

@@ -2,8 +2,8 @@
 
 Events and actions are frozen data of integers, strings and tuples, so they can be recorded,
 replayed and compared. They contain ids of trajectories, never their tokens. The scheduler has no
-clock: its driver turns time limits into events. The only time, `BatchTaken.at_seconds`, is part of
-its event.
+clock. Time limits are kept by the driver, the object that feeds events to the scheduler, and reach
+the scheduler as events. The only time that it sees is the field `BatchTaken.at_seconds`.
 """
 
 from typing import Literal
@@ -22,7 +22,8 @@ class Data(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class Message(Data, frozen=True, tag=True):
-    """Base of events and actions; in JSON their name precedes their fields."""
+    """Base of events and actions; in JSON they are the array of their class name and then their
+    fields."""
 
 
 # ---------------------------------------------------------------- events
@@ -38,22 +39,23 @@ class GroupSpec(Data, frozen=True):
 
 
 class PromptsAvailable(Message, frozen=True):
-    """New groups, as a reply to `RequestPrompts`; an empty list means that the source is
-    exhausted."""
+    """New groups, as a reply to `RequestPrompts`; no groups mean that the task has no more
+    prompts."""
 
     groups: tuple[GroupSpec, ...]
 
 
 class RecoveredTrajectory(Data, frozen=True):
-    """A trajectory that the store has at a resume and that is not consumed.
+    """A trajectory that a resumed run found in the store and that is not consumed: the weights with
+    which the run resumes were not trained on it.
 
     Attributes:
         oldest_version: Policy number of its oldest policy token, counted along the current lineage;
             None if it has no policy token.
-        newest_version: The same for its newest policy token.
-        drop_reason: Set if the state is `dropped`. This happens if a process ended while it dropped
-            a
-        group: the other members of the group are dropped at the resume.
+        newest_version: Policy number of its newest policy token, counted in the same way.
+        drop_reason: Why it was dropped, if `state` is `dropped`; otherwise None. The store has a
+            dropped trajectory in such a group if a process ended while it dropped the group, so the
+            other members of the group are dropped at the resume.
     """
 
     trajectory_id: int
@@ -66,14 +68,15 @@ class RecoveredTrajectory(Data, frozen=True):
 
 
 class RecoveredGroup(Data, frozen=True):
-    """A group that the store has at a resume."""
+    """A group that a resumed run found in the store, with its trajectories."""
 
     group: GroupSpec
     trajectories: tuple[RecoveredTrajectory, ...]
 
 
 class Recovered(Message, frozen=True):
-    """All groups that the store has at a resume, in any order (an older group has a smaller id).
+    """All groups that a resumed run found in the store and that are not consumed (the weights with
+    which the run resumes were not trained on them), in any order. An older group has a smaller id.
 
     They come in one event, so that no batch is emitted before all of them are known.
     """
@@ -82,13 +85,12 @@ class Recovered(Message, frozen=True):
 
 
 class RecoveredEpisodes(Message, frozen=True):
-    """All groups that the store has at a resume, as `Recovered`, for trajectories that are
-    episodes.
+    """All groups that a resumed run found in the store, like `Recovered`, for a task with episodes.
 
     Attributes:
-        contexts: For each open episode, its id and the number of tokens of its newest turn, input
-            and response. Its environment is called next if it is `waiting`. If it is `partial`, it
-            is submitted.
+        contexts: For each episode that has not ended, its id and the number of tokens after the
+            prompt on the branch of its newest turn. In the state `waiting`, its environment is
+            called next. In the state `partial`, the response of its newest turn is requested next.
     """
 
     groups: tuple[RecoveredGroup, ...]
@@ -112,11 +114,11 @@ class EnginesUp(Message, frozen=True):
 
 
 class EngineDown(Message, frozen=True):
-    """An engine is down; trajectories that ran on it are partial, with the tokens that have
-    arrived.
+    """An engine is out of service. Trajectories that ran on it are partial and keep the tokens that
+    have arrived.
 
-    Its requests must not be reported after this event: a late `Finished` or `Aborted` could not be
-    distinguished from that of the same trajectory's next request.
+    The ends of its requests must not be reported after this event: a late `Finished` or `Aborted`
+    of the old request would look like the end of the trajectory's next request.
     """
 
     engine_id: str
@@ -131,8 +133,8 @@ class TokensArrived(Message, frozen=True):
 
 
 class LeftQueue(Message, frozen=True):
-    """An engine has started to compute a request that it had queued; only the trace uses this
-    event."""
+    """An engine has started to compute a request that waited in its queue. The scheduler ignores
+    this event; it is recorded so that a trace of the run can show the waiting time."""
 
     trajectory_id: int
     waited_seconds: float
@@ -151,8 +153,8 @@ class TurnEnded(Message, frozen=True):
 
 
 class EnvironmentReady(Message, frozen=True):
-    """The next turn of an episode may be submitted; its input has `context` tokens after the
-    prompt."""
+    """The environment has returned the input of an episode's next turn, whose response may be
+    requested now. With this input, the turn's branch has `context` tokens after the prompt."""
 
     trajectory_id: int
     context: int
@@ -168,8 +170,8 @@ class EnvironmentFailed(Message, frozen=True):
     """The environment of a waiting episode has failed.
 
     Attributes:
-        again: Whether only this trajectory restarts, at most `max_regenerations` times. Otherwise
-            its group is dropped.
+        again: Whether only this trajectory restarts from its prompt, unless it has restarted
+            `max_regenerations` times already. Otherwise its whole group is dropped.
     """
 
     trajectory_id: int
@@ -177,7 +179,8 @@ class EnvironmentFailed(Message, frozen=True):
 
 
 class Aborted(Message, frozen=True):
-    """A request ended before its response was complete, on request or by the engine itself.
+    """A request ended before its response was complete, because the driver aborted it, the engine
+    aborted it by itself, or its stream was lost.
 
     The trajectory is partial now.
     """
@@ -186,32 +189,35 @@ class Aborted(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The engines reject a request as invalid, so its group is dropped."""
+    """The engines reject a request as invalid, or several engines failed on it, so its group is
+    dropped."""
 
     trajectory_id: int
 
 
 class ManyAborted(Message, frozen=True):
-    """Several requests that ended early, one directly after the other, each with its last tokens.
+    """Several requests ended before their responses were complete, one directly after the other.
 
-    The event means the same as `TokensArrived` for each span of tokens and then `Aborted`, for one
-    request after the other. A step boundary ends thousands of requests, and one event is much
-    cheaper.
+    The event has the same effect as these events for one request after the other: `TokensArrived`
+    for each span of its last tokens, and then `Aborted`. At a step boundary thousands of requests
+    end, and handling one event is much cheaper than handling thousands.
 
     Attributes:
-        requests: For each request, its trajectory id, then a token count and a policy number for
-            each span of tokens.
+        requests: For each request, its trajectory id, and then two numbers for each span of tokens
+            that was not reported before: the number of tokens and the policy number.
     """
 
     requests: tuple[tuple[int, ...], ...]
 
 
 class RewardReady(Message, frozen=True):
-    """The reward of a finished trajectory; None if its scorer failed.
+    """The scoring of a finished trajectory has ended.
 
     Attributes:
-        regenerate: Whether, after a failure, only this trajectory restarts from its prompt, at most
-            `max_regenerations` times. Otherwise its group is dropped.
+        reward: The reward; None if the scorer failed.
+        regenerate: Whether, if the scorer failed, only this trajectory restarts from its prompt,
+            unless it has restarted `max_regenerations` times already. Otherwise its whole group is
+            dropped.
     """
 
     trajectory_id: int
@@ -229,10 +235,10 @@ class EngineLoad(Message, frozen=True):
 
 
 class BatchTaken(Message, frozen=True):
-    """The trainer has received the batch of `step` and trains on it.
+    """The trainer has received the batch of training step `step` and trains on it.
 
     Attributes:
-        at_seconds: Time of the event on a monotonic clock of the driver; 0 if unknown. Only
+        at_seconds: Time of the event on the driver's monotonic clock; 0 if unknown. Only
             `concurrency: auto` uses it.
     """
 
@@ -241,13 +247,14 @@ class BatchTaken(Message, frozen=True):
 
 
 class UpdateRequested(Message, frozen=True):
-    """The trainer has made version `number` and wants to publish it."""
+    """The trainer has made the weights of policy version `number` and wants to send them to the
+    engines."""
 
     number: int
 
 
 class WeightsPublished(Message, frozen=True):
-    """All engines that are up have loaded `version`."""
+    """A weight update has ended: all engines that are up have loaded `version`."""
 
     version: PolicyVersion
 
@@ -286,8 +293,8 @@ class RequestPrompts(Message, frozen=True):
 
 
 class Submit(Message, frozen=True):
-    """Start the request of a trajectory on an engine; with `resume`, continue from its stored
-    tokens."""
+    """Start a generation request for a trajectory on an engine. With `resume`, the trajectory has
+    stored tokens, after which the engine continues."""
 
     trajectory_id: int
     engine_id: str
@@ -295,7 +302,7 @@ class Submit(Message, frozen=True):
 
 
 class StartEpisode(Message, frozen=True):
-    """Start the environment of an episode; it returns the input of the first turn."""
+    """Start the environment of an episode, which then returns the input of the first turn."""
 
     trajectory_id: int
 
@@ -307,8 +314,8 @@ class StepEnvironment(Message, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    """End a running request early. `Aborted` follows, or `Finished` if its response was complete
-    first."""
+    """End a running request early. The event `Aborted` follows, or `Finished` (for an episode
+    `TurnEnded`) if the response was complete before the abort."""
 
     trajectory_id: int
     engine_id: str
@@ -321,18 +328,19 @@ class Score(Message, frozen=True):
 
 
 class Restart(Message, frozen=True):
-    """Delete the tokens and the reward of a trajectory, which starts again from its prompt.
+    """Delete the tokens and the reward of a trajectory, which will be generated again from its
+    prompt.
 
-    Its environment may still be working; whatever it returns is discarded.
+    If its environment is still processing a call, the reply is discarded.
     """
 
     trajectory_id: int
 
 
 class Drop(Message, frozen=True):
-    """Drop a trajectory, on which no engine and no scorer works any more.
+    """Drop a trajectory. No engine generates for it and no scorer scores it at this moment.
 
-    Its environment may still be working; whatever it returns is discarded.
+    If its environment is still processing a call, the reply is discarded.
     """
 
     trajectory_id: int
@@ -340,11 +348,12 @@ class Drop(Message, frozen=True):
 
 
 class EmitBatch(Message, frozen=True):
-    """Emit the batch of update `step`: complete, scored groups, in this order.
+    """Hand the batch of training step `step` to the trainer: these groups in this order, whose
+    members are all scored.
 
     Attributes:
-        mask_before: Tokens of policy numbers below this one are not trained (`on_stale: mask`);
-            None trains all.
+        mask_before: With `on_stale: mask`, tokens of policy numbers below this number are too old
+            and are not trained; None if all tokens are trained.
     """
 
     step: int
@@ -360,7 +369,8 @@ class PauseEngines(Message, frozen=True):
 
 
 class AllowUpdate(Message, frozen=True):
-    """Allow the weight transfer of version `number`, because engines are idle or paused."""
+    """Allow the trainer to send the weights of version `number` to the engines, which are idle or
+    paused now."""
 
     number: int
 
@@ -370,8 +380,8 @@ class ResumeEngines(Message, frozen=True):
 
 
 class Warn(Message, frozen=True):
-    """Warn the user about a problem that has the short name `name`; `message` says what to
-    change."""
+    """Warn the user about a problem. `name` is a short name of the problem, and `message` says what
+    to change."""
 
     name: str
     message: str

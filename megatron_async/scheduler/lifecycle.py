@@ -4,17 +4,19 @@ A trajectory is pending -> running <-> partial -> finished -> scored -> batched,
 An episode is first `waiting` for its environment, and waits again after each turn.
 
 Invariants
-- The members of a group leave together: in one batch when all are scored, or by a `Drop` of every
-  member with the same reason.
-- `Drop`, `Restart` and `Score` are emitted only when no engine or scorer works on the trajectory.
-  Until then the trajectory keeps its request, and its `deferred_action` says what follows.
-- After every change no open group is past its deadline, except with `on_stale: mask`.
+- The members of a group leave the scheduler together: in one batch when all are scored, or by a
+  `Drop` of every member with the same reason.
+- `Drop`, `Restart` and `Score` are emitted only when no engine generates for the trajectory and no
+  scorer scores it. If a trajectory is to be dropped or restarted before, its `deferred_action` is
+  set, and the action is emitted when its request or scoring has ended.
+- After every change no open group is too old for the next batch, except with `on_stale: mask`.
 - `open_groups` counts groups that were started and are neither batched nor dropped.
   `finished_groups` counts the open groups whose members all have a complete response, scored or
-  not. `open_episodes` counts trajectories whose environment was started and that have not ended,
-  left or restarted.
-- Members that were not started yet wait in `starts`. For episodes this is a separate queue,
-  otherwise it is the work queue.
+  not. `open_episodes` counts trajectories whose environment was started and that were neither ended
+  nor dropped nor restarted since.
+- Members of started groups that have not been started themselves wait in `starts`. For episodes
+  this is a separate queue, because starting an environment needs no free request; otherwise it is
+  the work queue.
 """
 
 from bisect import insort
@@ -36,7 +38,8 @@ from megatron_async.scheduler.state import (
 from megatron_async.trajectory.types import DropReason, TrajectoryState
 
 Actions = list[ev.Action]
-# Members are looked up once, because a step boundary changes thousands of states.
+# Names for members of the enum. Looking them up once saves time, because a step boundary changes
+# the states of thousands of trajectories.
 _PENDING, _RUNNING, _PARTIAL, _WAITING = (
     TrajectoryState.PENDING,
     TrajectoryState.RUNNING,
@@ -48,7 +51,7 @@ _PENDING, _RUNNING, _PARTIAL, _WAITING = (
 class Lifecycle:
     """Owns every trajectory that is neither batched nor dropped.
 
-    Methods append the actions that they cause to their argument `out`.
+    Methods that cause actions append them to their argument `out`.
     """
 
     def __init__(self, config: ScheduleConfig, fleet: ServingEngines, first_step: int) -> None:
@@ -68,7 +71,8 @@ class Lifecycle:
 
     @property
     def none_unfinished(self) -> bool:
-        """Whether every group, started or not, is complete."""
+        """Whether no group waits to be started and all members of every started group are
+        scored."""
         return not self.fresh and self.open_groups == self.ready.count
 
     def count(self, state: TrajectoryState) -> int:
@@ -91,12 +95,12 @@ class Lifecycle:
         return group
 
     def add_fresh(self, group: GroupEntry) -> None:
-        """Queue a group that is not started yet: higher priority first, then in order of
-        arrival."""
+        """Add a group that is not started yet to the queue `fresh`, which is sorted by priority
+        (highest first) and then by arrival."""
         insort(self.fresh, group, key=lambda other: -other.spec.priority)
 
     def start_group(self) -> None:
-        """Start the next queued group: its members may be submitted."""
+        """Start the next group of the queue `fresh`: queue its members for submission."""
         group = self.fresh.pop(0)
         self._open(group)
         for entry in group.members:
@@ -110,10 +114,10 @@ class Lifecycle:
     def recovered(
         self, event: ev.Recovered | ev.RecoveredEpisodes, version: int, out: Actions
     ) -> None:
-        """Create all groups that a resume found in the store, in the states that the store has for
-        them.
+        """Create all groups that a resumed run found in its store, each member in the state that it
+        has there.
 
-        `version` is the policy number that the engines shall serve.
+        `version` is the policy number that the engines serve at the start of the session.
         """
         contexts = dict(event.contexts) if isinstance(event, ev.RecoveredEpisodes) else {}
         for found in sorted(event.groups, key=lambda found: found.group.group_id):
@@ -175,7 +179,8 @@ class Lifecycle:
         self._fleet.occupy(entry, engine)
 
     def tokens_arrived(self, event: ev.TokensArrived, out: Actions) -> None:
-        """Count new tokens of a trajectory; its first token determines its oldest policy number."""
+        """Count new tokens of a trajectory. The policy number of its first token replaces the
+        number that was assumed at its submission."""
         entry = self._trajectories.get(event.trajectory_id)
         if entry is not None:
             self._count(entry, event.count, event.version, out)
@@ -187,14 +192,14 @@ class Lifecycle:
             entry.engine.kv_tokens += count
         if first or entry.oldest is None or version < entry.oldest:
             self._oldest_known(entry, version, out)
-        # The report was late: the engine is lost, and the trajectory is pending again. With tokens,
-        # it continues as a partial trajectory, which has another place in the queue.
+        # The trajectory is pending although it has tokens now: its engine was lost before this
+        # report. With tokens it is a partial trajectory, so queue it as one.
         if first and entry.state is _PENDING:
             self._queue(entry)
 
     def _oldest_known(self, entry: TrajectoryEntry, version: int, out: Actions) -> None:
-        """Set the policy number of the oldest token of `entry`, which its submission could only
-        assume."""
+        """Set the policy number of the oldest token of `entry` to `version`. At its submission, the
+        number was assumed to be that of the engine."""
         if entry.oldest == version:
             return
         entry.oldest = version
@@ -208,7 +213,7 @@ class Lifecycle:
         """Record that the response of a trajectory is complete, and request its score.
 
         Returns:
-            Whether the trajectory was not known to be complete before.
+            Whether this is news: the trajectory exists and was not finished or scored already.
         """
         entry = self._trajectories.get(event.trajectory_id)
         if entry is None or entry.state in (TrajectoryState.FINISHED, TrajectoryState.SCORED):
@@ -223,14 +228,16 @@ class Lifecycle:
         return True
 
     def _finished(self, entry: TrajectoryEntry) -> None:
-        """Mark `entry` finished; count its group once every member is finished."""
+        """Mark `entry` finished. If it is the last unfinished member of its group, count the group
+        in `finished_groups`."""
         entry.state = TrajectoryState.FINISHED
         entry.group.unfinished -= 1
         if not entry.group.unfinished:
             self.finished_groups += 1
 
     def _unfinished(self, group: GroupEntry) -> None:
-        """Count one finished member of `group` as unfinished, because it restarts."""
+        """Count one finished member of `group` as unfinished again, because it restarts. If all
+        members were finished, no longer count the group in `finished_groups`."""
         if not group.unfinished:
             self.finished_groups -= 1
         group.unfinished += 1
@@ -254,7 +261,7 @@ class Lifecycle:
         """Drop the group of a trajectory whose running request the engines have rejected as
         invalid.
 
-        Another attempt would be rejected in the same way.
+        The request is not repeated, because the engines would reject it again.
         """
         entry = self._trajectories.get(event.trajectory_id)
         if entry is None or entry.state is not _RUNNING:
@@ -267,8 +274,8 @@ class Lifecycle:
             self._end(entry, out)
 
     def ended_early(self, entry: TrajectoryEntry, out: Actions) -> None:
-        """Queue trajectory `entry`, whose request ended early, again; or carry out its deferred
-        action."""
+        """Handle the end of an incomplete request of trajectory `entry`: queue the trajectory
+        again, or carry out its deferred drop or restart."""
         if entry.deferred_action is not None:
             self._end(entry, out)
             return
@@ -301,7 +308,8 @@ class Lifecycle:
     # ------------------------------------------------------------ episodes
 
     def begin_episodes(self, entries: Sequence[TrajectoryEntry], out: Actions) -> None:
-        """Start the environments of these episodes, which were popped from `starts`."""
+        """Start the environments of these episodes, which the caller has popped from the queue
+        `starts`."""
         for entry in entries:
             self._begin(entry)
             entry.state = _WAITING
@@ -312,7 +320,7 @@ class Lifecycle:
         self.open_episodes += 1
 
     def _close(self, entry: TrajectoryEntry) -> None:
-        """Count trajectory `entry` as no longer open, if it is an open episode."""
+        """If trajectory `entry` is an open episode, close it and decrease `open_episodes`."""
         if entry.begun:
             self.open_episodes -= 1
             entry.begun = False
@@ -321,7 +329,7 @@ class Lifecycle:
         """Record that the policy's response of a turn is complete, and send it to the environment.
 
         Returns:
-            Whether the trajectory was running or partial until now.
+            Whether this is news: the trajectory exists and was running or partial.
         """
         entry = self._trajectories.get(event.trajectory_id)
         if entry is None or entry.state not in (_RUNNING, _PARTIAL):
@@ -383,13 +391,14 @@ class Lifecycle:
             self._unfinished(entry.group)
             self._regenerate(entry, out)
         else:
-            # Its scoring has ended. `_drop_group` drops members at once unless they are FINISHED.
+            # `_drop_group` waits for the scoring of members in the state FINISHED. The scoring of
+            # this one has ended, so give it another state.
             entry.state = TrajectoryState.SCORED
             self._drop_group(entry.group, DropReason.SCORER, out)
 
     def _regenerate(self, entry: TrajectoryEntry, out: Actions) -> None:
-        """Restart only trajectory `entry`, after a failure of its scorer or environment; its group
-        waits for it."""
+        """Restart only trajectory `entry` from its prompt, after a failure of its scorer or
+        environment. The other members of its group keep their responses."""
         entry.regenerations += 1
         self.counts.regenerated += 1
         entry.deferred_action = DeferredAction.RESTART
@@ -409,14 +418,14 @@ class Lifecycle:
             self.ready.add(group)
 
     def drop_oldest_ready(self, out: Actions) -> None:
-        """Drop the oldest complete group, because finished groups exceed `max_waiting_batches`."""
+        """Drop the oldest complete group, because complete groups exceed `max_waiting_batches`."""
         self._drop_group(self.ready.pop(), DropReason.OVERFLOW, out)
 
     def emit_batch(self, size: int, out: Actions) -> bool:
-        """Emit the oldest `size` complete groups as the next batch; then handle groups that became
-        too old.
+        """Emit the oldest `size` complete groups as the next batch. Then drop or restart groups
+        that are too old for the batch after it.
 
-        With `on_stale: mask`, groups without any token that may be trained are dropped first.
+        With `on_stale: mask`, groups whose tokens are all too old to be trained are dropped first.
 
         Returns:
             False if fewer than `size` groups are left after that; no batch is emitted then.
@@ -471,7 +480,8 @@ class Lifecycle:
             self._end(entry, out)
 
     def _end(self, entry: TrajectoryEntry, out: Actions) -> None:
-        """Drop or restart trajectory `entry`, on which no engine or scorer works any more."""
+        """Carry out the drop or restart that is deferred for trajectory `entry`. No engine
+        generates for it and no scorer scores it at this moment."""
         waits_in = self.work if entry.tokens or entry.begun else self.starts
         self._close(entry)
         if entry.deferred_action is DeferredAction.RESTART:
@@ -489,10 +499,12 @@ class Lifecycle:
         out.append(ev.Drop(entry.trajectory_id, reason))
 
     def resolve_stale(self, out: Actions) -> None:
-        """Drop or restart what is too old for the next batch, as `on_stale` says.
+        """Handle groups that are too old for the next batch.
 
-        With `mask` nothing happens here, since too old tokens are masked in the batch. With `wait`,
-        groups that waiting could not save (`LagLedger.may_emit`) are dropped.
+        With `on_stale: restart`, members with too old tokens restart. With `mask`, nothing happens
+        here, because too old tokens are masked when a batch is emitted. Otherwise the groups are
+        dropped. With `wait`, only groups that no waiting could save get here
+        (`LagLedger.may_emit`).
         """
         if self._config.on_stale == "mask":
             return

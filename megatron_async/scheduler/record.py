@@ -9,23 +9,26 @@ its actions, each as `[name, fields...]`:
 With a clock, a third key `t` is the time in seconds since the epoch; a replay ignores it. If the
 scheduler raised an exception, the line has `["Raised", "..."]` instead of actions.
 
-A long record continues in further files, `events/<lineage>[.<lost>[.<segment>]].jsonl`. `lost` is
-the number of rollout managers that the lineage had lost before, and `segment` counts the files of
-one record; an omitted part is 0. The first line of a further file contains a snapshot of the
-scheduler and the number of events before it. So each file can be replayed without the earlier ones,
-which are removed after a while.
+A record contains the events of one process of the rollout manager. It is divided into files
+`events/<lineage>[.<lost>[.<segment>]].jsonl`. `lost` is the number of manager processes that the
+lineage had lost before this one, and `segment` counts the files of one record; an omitted number is
+0. From the second file on, the first line also contains a snapshot of the scheduler and the number
+of events before it. So each file can be replayed without the earlier files, which are removed after
+a while.
 
 Invariants
 - Every event is recorded. If the scheduler raised an exception, the record is flushed at once.
-- A record that is read is equal to what was written, in the types that its fields declare. A line
-  with a missing or unknown field, or with a value of another type, is refused with its number.
+- Reading a record returns events and actions equal to those that were written, in the types that
+  their fields declare. A line with a missing or unknown field, or with a value of another type, is
+  refused with its number.
 - A last line that a crash cut short is ignored. A damaged line anywhere else is refused with its
   number.
 - `replay` has no side effect except reading the file.
 - No file is ever overwritten, and the name of a removed file is never used again.
-- The files of a directory, of all lineages, take at most `most_bytes` and one snapshot; beyond that
-  the oldest files are removed. Of the record that is being written, files older than the last
-  `keep_steps` steps may be removed too. The file that is being written stays.
+- All files of a directory together, of all lineages, have at most `most_bytes` bytes plus the size
+  of a snapshot; the oldest files are removed first. Files of the current record that contain none
+  of the last `keep_steps` steps may be removed too. The file that is being written is never
+  removed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -49,12 +52,14 @@ from megatron_async.trajectory.types import PolicyVersion
 _T = TypeVar("_T")
 
 _SEGMENTS = 4
-"""Number of files among which the recorded steps, or bytes, are divided."""
+"""A new file is started after this fraction, 1 / `_SEGMENTS`, of the steps or bytes that are kept,
+so that the oldest part of a record can be removed as a whole file."""
 FORMAT = "megatron_async.schedule"
 FORMAT_VERSION = 11
-"""Raised when a message or the schedule in the header changes; other versions are refused."""
+"""Version of the file format. It is increased when a field of an event, an action or the schedule
+in the header changes; files of other versions are refused."""
 # A run keeps the recorded events of its last `KEPT_STEPS` steps, in at most `MAX_BYTES` bytes; the
-# oldest are removed first. Fifty steps show what led to a state.
+# oldest are removed first. Fifty steps are enough to see what led to a state of the scheduler.
 KEPT_STEPS = 50
 MAX_BYTES = 512 << 20
 
@@ -72,8 +77,9 @@ RecordedAction = ev.Action | Raised
 
 
 class Header(msgspec.Struct, frozen=True, rename={"config": "schedule"}):
-    """First line of a record file: the scheduler's arguments, and its state after `events_before`
-    events."""
+    """First line of a record file: the scheduler's arguments, the number of events in earlier files
+    of the record (`events_before`), and the scheduler's state after these events (`snapshot`; None
+    in the first file)."""
 
     config: ScheduleConfig
     first_step: int
@@ -82,10 +88,11 @@ class Header(msgspec.Struct, frozen=True, rename={"config": "schedule"}):
     snapshot: dict[str, Any] | None = None
 
     def scheduler(self) -> Scheduler:
-        """Create the scheduler that the first event of the file was sent to.
+        """Create a scheduler in the state in which it received the first event of the file.
 
         Raises:
-            UserError: If the snapshot is of code whose classes have other fields.
+            UserError: The snapshot was written by a version of this program whose classes have
+                other fields.
         """
         scheduler = Scheduler(self.config, first_step=self.first_step, version=self.version)
         if self.snapshot is not None:
@@ -122,8 +129,8 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first action of a replay that differs from the record; None stands for a missing
-    action."""
+    """The first action of a replay that differs from the record. If one side has fewer actions, its
+    missing action is None."""
 
     index: int
     event: ev.Event
@@ -185,7 +192,7 @@ class RecordFiles:
         """Create the next file of the record, and remove files that need not be kept any longer.
 
         Raises:
-            CannotWrite: If the file cannot be created.
+            CannotWrite: The file cannot be created.
         """
         self._steps = 0
         self._key = self._key._replace(segment=self._key.segment + 1)
@@ -196,7 +203,8 @@ class RecordFiles:
         return stream
 
     def full(self, actions: Sequence[object], size: int) -> bool:
-        """Count the batches in `actions`; return whether the record should continue in a new file.
+        """Count a training step if `actions` emit a batch; return whether the record should
+        continue in a new file.
 
         `size` is the number of bytes in the current file.
         """
@@ -219,9 +227,11 @@ class RecordFiles:
 
 
 class Recorder:
-    """Writes one record, to a stream or to a run's record files; the caller flushes and closes it.
+    """Writes one record of a scheduler's events and actions, to a stream or to a run's record
+    files. The caller flushes and closes the record.
 
-    A further file begins with a snapshot. Writing it takes 40 ms with 4,096 requests in flight.
+    Every file but the first begins with a snapshot of the scheduler, which takes 40 ms to write
+    with 4,096 requests in flight.
     """
 
     def __init__(
@@ -263,7 +273,8 @@ class Recorder:
         return actions
 
     def _go_on(self, files: RecordFiles, scheduler: Scheduler) -> None:
-        """Continue the record in the next file."""
+        """Close the current file and continue the record in the next file, which starts with a
+        snapshot of `scheduler`."""
         self._stream.close()
         self._stream = files.open_next()
         self._write({**self._header, "events_before": self._events, "snapshot": freeze(scheduler)})
@@ -375,7 +386,8 @@ def _decoded(path: Path, number: int, text: bytes, decode: Callable[[bytes], _T]
 
 def _line(text: bytes) -> _Line:
     line = _DECODE(text)
-    # If these differ, decoding has filled in the default of a field that the text lacks.
+    # If the re-encoded line differs, decoding has filled in the default of a field that the text
+    # lacks.
     if msgspec.json.decode(_ENCODE(line)) != msgspec.json.decode(text):
         raise msgspec.ValidationError("a field is missing")
     return line
@@ -393,19 +405,22 @@ def replay(
     watch: Callable[[Exchange], None] | None = None,
     raised: Callable[[Exchange, Exception], None] | None = None,
 ) -> Divergence | None:
-    """Send the events of a record to a scheduler; return the first action that differs, or None.
+    """Send the events of a record to a scheduler; return the first action that differs from the
+    recorded actions, or None.
 
-    After a recorded exception the replay continues, because the run may have sent more events
-    before it ended.
+    If the record has an exception, the replay continues after it, because the run may have sent
+    more events to the scheduler before it ended.
 
     Args:
         path: The record file.
-        make: Creates the scheduler from the header; None uses the current code.
-        watch: Called with every exchange before it is replayed.
-        raised: Called with an exception that the scheduler raises in the replay.
+        make: Function that creates the scheduler from the header; None uses the current code.
+        watch: Function that is called with every exchange before it is replayed.
+        raised: Function that is called with an exchange and the exception that the scheduler raises
+            in its replay.
 
     Raises:
-        UserError: If the file is not a record, is damaged, or has a snapshot of other code.
+        UserError: The file is not a record, is damaged, or has a snapshot of another version of
+            this program.
     """
     header, exchanges = read_record(path)
     try:

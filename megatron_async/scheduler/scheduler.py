@@ -1,24 +1,26 @@
 """Provides the scheduler: it receives events and returns actions, without clock, I/O or randomness.
 
 Invariants, for all settings
-- At most N' requests are in flight; an aborted request counts until it has ended. A request is
-  submitted whenever fewer are in flight, a trajectory may run, and an engine with the current
-  version has a free request.
+- At most N' (`schedule.concurrency`) requests are in flight; an aborted request counts until it has
+  ended. A request is submitted whenever fewer are in flight, a trajectory may run, and an engine
+  with the current version may run one more request.
 - Partial trajectories are submitted first, then the remaining members of started groups, then new
   groups.
-- For episodes, environments are started in that order, up to `open_episodes`. Starting an
-  environment and waiting for it uses no request. An episode that was started continues even while
-  `boundary: drain` waits: the drain is over when no episode is open.
+- For episodes, environments are started in the same order, up to `open_episodes`. While an
+  environment starts or replies, its episode uses none of the N' requests. With `boundary: drain`,
+  the scheduler waits before a batch until no episode is open, and the open episodes continue
+  meanwhile.
 - No new group starts while finished groups that wait for scores, for a batch or for the trainer
   fill `max_waiting_batches`. Only the start of groups is limited: members of started groups and
   partial trajectories may always be submitted while requests are free, since a batch may be waiting
   for them.
 - Back-pressure never stops a run: the groups that cause it are finished and make at least one batch
-  (`max_waiting_batches` >= 1). They proceed to a score, a batch, the trainer or a drop without any
-  new group.
-- Nothing is submitted in four cases: to an engine with another version; between the request and the
-  publication of a weight update; with `overlap: false`, between a batch and the version made from
-  it; and while the lag bound would reject tokens of the current version.
+  (`max_waiting_batches` >= 1). They are scored, batched, taken by the trainer or dropped without
+  any new group.
+- In four cases nothing is submitted: to an engine with another version; between the request and the
+  publication of a weight update; with `overlap: false`, from the emission of a batch until the
+  version that is trained on it is published; and while the lag bound would reject tokens of the
+  current version.
 - A group is batched once, when it is complete, or dropped as a whole: if one member is dropped, the
   others are dropped for the same reason (`lifecycle.py`).
 - With a lag bound k, batch n contains only tokens of version max(0, n - k) or newer (`lag.py`).
@@ -27,7 +29,7 @@ Invariants, for all settings
 
 `lifecycle` manages trajectories and groups, `queues` the order of submissions and batches,
 `balance` the engines, `lag` the staleness bound, `update_gate` the weight update, and `warnings`
-warnings. This module decides when each of them acts, and how many groups may start.
+warnings. This module calls them after each event, and decides how many groups may start.
 """
 
 import math
@@ -45,8 +47,8 @@ from megatron_async.scheduler.update_gate import UpdateGate
 from megatron_async.trajectory.types import PolicyVersion, TrajectoryState
 
 _PREFETCHED_BATCHES = 1
-"""Number of emitted batches that may wait for the trainer; further groups stay complete but
-unbatched."""
+"""Number of emitted batches that may wait for the trainer. Further groups stay complete but
+unbatched, so that a batch is chosen as late as possible."""
 
 
 class Scheduler:
@@ -58,7 +60,7 @@ class Scheduler:
         Args:
             config: The schedule.
             first_step: Number of the first batch to emit.
-            version: The policy version that engines shall serve for that batch.
+            version: Policy version that engines serve at the start of the session.
         """
         self.config = config
         self._version = version
@@ -87,7 +89,7 @@ class Scheduler:
 
     @property
     def concurrency(self) -> int:
-        """Largest number of requests in flight (N') at present."""
+        """Largest number of requests that may be in flight now (N')."""
         if self._auto is not None:
             return self._auto.limit
         assert isinstance(self.config.concurrency, int)
@@ -95,10 +97,11 @@ class Scheduler:
 
     @property
     def finished(self) -> bool:
-        """Whether the task has no more prompts and all its groups are batched and taken, or
-        dropped.
+        """Whether nothing is left to do: the task has no more prompts, every group is batched or
+        dropped, and the trainer has taken every batch.
 
-        Groups that are too few for a last batch (fewer than `updates_per_batch`) do not count.
+        Complete groups that are too few for a last batch (fewer than `updates_per_batch`) may be
+        left over.
         """
         left_over = self._life.ready.count < self.config.updates_per_batch
         return self._exhausted and self._life.none_unfinished and left_over and not self._untaken
@@ -148,8 +151,9 @@ class Scheduler:
         fleet, aborted, waits = self._fleet, self._life.aborted, self._awaits_version
         for request in event.requests:
             aborted(request, out)
-            # This is the condition of `_advance_unless_waiting`. It is repeated here, so that
-            # `waits` is computed only when it may have changed: thousands of requests end at once.
+            # Same condition as in `_advance_unless_waiting`, repeated here because thousands of
+            # requests end at once: `waits` can only change in `_advance`, so it is computed only
+            # after that.
             if not (fleet.in_flight and waits):
                 self._advance(out)
                 waits = self._awaits_version
@@ -227,19 +231,21 @@ class Scheduler:
         self._advance(out)
 
     def _advance(self, out: Actions) -> None:
-        """Do everything that is possible now: emit batches, drop overflow, allow an update,
-        submit."""
+        """Do everything that is possible now: emit batches, drop complete groups beyond
+        `max_waiting_batches`, allow a weight update, and submit trajectories."""
         self._emit_batches(out)
         self._shed_overflow(out)
         out.extend(self._gate.ready(self._fleet.in_flight))
         self._fill(out)
 
     def _advance_unless_waiting(self, out: Actions) -> None:
-        """Call `_advance` after a request or a scoring has ended, unless it could do nothing.
+        """Call `_advance` after a request or a scoring has ended, unless `_advance` could do
+        nothing.
 
-        Between a batch and the version made from it, nothing is emitted or submitted, and the
-        weight update waits for the last running request. So nothing is possible while other
-        requests still run. At a step boundary thousands of requests end one after the other.
+        With `overlap: false`, from the emission of a batch until the version that is trained on it
+        is published, nothing is emitted or submitted, and the weight update waits for the last
+        running request. So `_advance` could do nothing as long as requests run. Leaving it out
+        saves time at a step boundary, where thousands of requests end one after the other.
         """
         if not (self._fleet.in_flight and self._awaits_version):
             self._advance(out)
@@ -254,10 +260,11 @@ class Scheduler:
         return not self._awaits_version and not self._gate.closed
 
     def _batch_size(self) -> int:
-        """Return the number of groups of the next batch if they are complete, else 0.
+        """Return the number of groups of the next batch, or 0 if too few groups are complete.
 
-        If the task has no more prompts and nothing else is unfinished, the remaining groups are a
-        last, smaller batch, unless they are fewer than its minibatches.
+        If the task has no more prompts and no other group is unfinished, the complete groups are a
+        last, smaller batch. Each of its `updates_per_batch` minibatches needs a group, so with
+        fewer groups the result is 0.
         """
         complete = self._life.ready.count
         if complete >= self.config.groups_per_batch:
@@ -286,7 +293,9 @@ class Scheduler:
                 self._life.abort_all(out)
 
     def _shed_overflow(self, out: Actions) -> None:
-        """With `overflow: drop_oldest`, drop the oldest groups beyond `max_waiting_batches`."""
+        """With `overflow: drop_oldest`, drop the oldest complete groups as long as those that
+        remain fill more than `max_waiting_batches` batches, including batches that wait for the
+        trainer."""
         if self.config.overflow != "drop_oldest":
             return
         free = max(0, self.config.max_waiting_batches - len(self._untaken))
@@ -297,8 +306,8 @@ class Scheduler:
     # ------------------------------------------------------------ submitting
 
     def _fill(self, out: Actions) -> None:
-        """Use free requests for partial trajectories, started groups and new groups; then request
-        prompts."""
+        """Submit trajectories until N' requests are in flight: first partial trajectories, then
+        members of started groups, then of new groups. If they do not suffice, request prompts."""
         born_stale = self._version.number < self._life.lag.floor
         if self._awaits_version or born_stale or self._gate.closed:
             return
@@ -318,8 +327,8 @@ class Scheduler:
                 return
 
     def _fill_episodes(self, out: Actions) -> None:
-        """Submit turns that are ready; then start episodes, also of new groups, unless a drain is
-        waiting."""
+        """Submit turns whose input is known. Then start environments of further episodes, also of
+        new groups, unless `boundary: drain` waits for open episodes to end."""
         entries = self._life.work.pop(self._free_slots())
         if entries:
             self._submit(entries, out)
@@ -350,8 +359,8 @@ class Scheduler:
         return free if room is None else min(free, room)
 
     def _submit(self, entries: Sequence[TrajectoryEntry], out: Actions) -> None:
-        """Submit trajectories that were popped from the work queue; there must be a free request
-        for each."""
+        """Submit trajectories that were popped from the work queue. The caller has checked with
+        `_free_slots` that so many requests may be submitted."""
         placement = self._fleet.placement(self._version, self.concurrency)
         choose, submitted, number = placement.choose, self._life.submitted, self._version.number
         for entry in entries:
@@ -368,8 +377,8 @@ class Scheduler:
         return True
 
     def _request_prompts(self, free: int, out: Actions) -> None:
-        """Request the prompts of as many groups as fill `free` requests, but not more groups than
-        may be started now.
+        """Request prompts for so many groups that their members use `free` requests, but not for
+        more groups than may be started now.
 
         Nothing is requested while an earlier request for prompts has no reply, while new groups
         wait to be started, or after the task has run out of prompts.
@@ -387,10 +396,12 @@ class Scheduler:
     def _groups_allowed(self) -> int | None:
         """Return how many groups may be started now; None if only free requests limit them.
 
-        - Lag bound k: open groups stay within (version + k + 1 - next_step) batches, as in the
-          capacity rules of AReaL and PRIME-RL, plus the surplus of `oversample`.
-        - `refill: batch`: at most one (oversampled) batch is open.
-        - Back-pressure: none may start while finished groups fill `max_waiting_batches`
+        - Lag bound k (`max_async_level`): open groups, which are started and neither batched nor
+          dropped, are at most as many as (version + k + 1 - next_step) batches contain, plus the
+          surplus of `oversample` for one batch. AReaL and PRIME-RL have the same capacity rule.
+        - `refill: batch`: open groups are at most as many as one batch contains, with the surplus
+          of `oversample`.
+        - Back-pressure: no group may start while finished groups fill `max_waiting_batches` batches
           (`_backpressure_cause`).
         """
         config, life = self.config, self._life
@@ -409,11 +420,11 @@ class Scheduler:
         return max(0, min(limits) - life.open_groups) if limits else None
 
     def _backpressure_cause(self) -> warnings.Cause | None:
-        """Return why no new group may start because of waiting groups; None if new groups may
-        start.
+        """Return why finished groups fill `max_waiting_batches`, so that no new group may start:
+        because of slow scoring or slow training. Return None if they do not fill it.
 
-        With `overflow: drop_oldest` only groups without scores count, since complete groups beyond
-        the limit are dropped.
+        With `overflow: drop_oldest` only groups that wait for scores count, because complete groups
+        beyond the limit are dropped.
         """
         config, ready = self.config, self._life.ready.count
         limit = config.max_waiting_batches * config.groups_per_batch
@@ -461,5 +472,5 @@ _ENDS = frozenset(
         ev.RewardReady,
     }
 )
-"""Events after which `_advance_unless_waiting` is called; the handlers of all others call
-`_advance`."""
+"""Events after which `step` calls `_advance_unless_waiting`. The handlers of other events call
+`_advance` themselves if it could do something."""

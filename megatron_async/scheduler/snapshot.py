@@ -1,12 +1,14 @@
 """Saves the whole state of a scheduler as JSON types, and restores a scheduler from it.
 
-A record that begins in the middle of a run starts with such a snapshot (`record.py`). It is derived
-from the attributes of the objects: a new field of a class is in the snapshot without further code,
-and a value of an unsupported type raises an error at once.
+A file that records events from the middle of a run on starts with such a snapshot (`record.py`).
+The snapshot contains all attributes of the scheduler's objects, found by reflection: a new field of
+a class is in it without further code, and a value of an unsupported type raises an error at once.
 
 Invariants
-- A scheduler that was restored from a snapshot reacts to every further event as the saved one.
-- A snapshot of code whose classes have other fields is refused with a message that names them.
+- A scheduler that was restored from a snapshot returns the same actions for all further events as
+  the scheduler that was saved.
+- A snapshot that was written by a version of this program whose classes have other fields is
+  refused with a message that names the fields.
 - Only classes of the scheduler's own modules, and two enums, are ever created from a snapshot.
 """
 
@@ -27,15 +29,18 @@ from megatron_async.trajectory.types import DropReason, PolicyVersion, Trajector
 _CLASSES: Final[dict[str, Any]] = {"TrajectoryState": TrajectoryState, "DropReason": DropReason} | {
     name: item
     for module in vars(megatron_async.scheduler).values()
-    if isinstance(module, ModuleType)  # The modules that importing `Scheduler` has imported.
+    # The modules of the package that were imported with `Scheduler`.
+    if isinstance(module, ModuleType)
     for name, item in vars(module).items()
     if isinstance(item, type) and item.__module__ == module.__name__
 }
 _PLAIN: Final = frozenset({type(None), bool, int, float})
 _REF, _ENUM, _TEXT, _CONFIG = "@!'%"
-"""First character of strings that stand for a reference, an enum member, a text or the config.
+"""First character of each string in a snapshot, which says what the string stands for: a reference
+to an object, an enum member, a text, or the configuration.
 
-Text costs the least time and bytes this way."""
+Marking strings costs less time and fewer bytes than a JSON array for each value.
+"""
 _CONTAINERS: Final[dict[str, Callable[[Iterable[Any]], Any]]] = {
     "list": list,
     "tuple": tuple,
@@ -55,8 +60,8 @@ def _fields(cls: type) -> list[str]:
 class _Freezer:
     """Converts an object and all objects that it refers to into JSON types.
 
-    Objects are numbered in the order in which they are found, and a reference is the object's
-    number.
+    Objects are numbered in the order in which they are found. A reference to an object is stored as
+    its number, so objects may refer to each other in cycles.
     """
 
     def __init__(self) -> None:
@@ -106,15 +111,15 @@ class _Freezer:
 
 
 def freeze(scheduler: Scheduler) -> dict[str, Any]:
-    """Return a snapshot of the scheduler's state, which consists of JSON types."""
+    """Return a snapshot of the scheduler's state that consists of JSON types only."""
     freezer = _Freezer()
     objects = freezer.objects(scheduler)
     return {"classes": freezer.classes, "objects": objects}
 
 
 class _Thawer:
-    """Converts the JSON types of a snapshot back into values; references refer to the objects in
-    `made`."""
+    """Converts the JSON types of a snapshot back into values. A reference with number n becomes the
+    n-th object in `made`."""
 
     def __init__(self, config: ScheduleConfig, made: list[Any]) -> None:
         self._config = config
@@ -138,10 +143,12 @@ class _Thawer:
 
 
 def thaw(snapshot: dict[str, Any], scheduler: Scheduler) -> None:
-    """Put a new scheduler, which has the same configuration, into the state of a snapshot.
+    """Put `scheduler`, which is new and has the configuration of the saved scheduler, into the
+    state of a snapshot.
 
     Raises:
-        UserError: If the snapshot is of code whose classes have other fields.
+        UserError: The snapshot was written by a version of this program whose classes have other
+            fields.
     """
     expected = {name: _fields(cls) for name, cls in _CLASSES.items()}
     expected |= freeze(scheduler)["classes"]
@@ -154,8 +161,9 @@ def thaw(snapshot: dict[str, Any], scheduler: Scheduler) -> None:
     made: list[Any] = [scheduler]
     value = _Thawer(scheduler.config, made).value
     for name, *values in snapshot["objects"][1:]:
-        # Structs are complete at once, because no field of a Struct refers to another object. Other
-        # objects may refer to later ones, so their fields are set when all objects exist.
+        # Objects may refer to objects that come later, so they are created without fields here and
+        # get them in the next loop. Structs are immutable and get their fields at once, which is
+        # possible because no field of a Struct refers to another object.
         cls = _CLASSES[name]
         made.append(cls(*map(value, values)) if issubclass(cls, Struct) else object.__new__(cls))
     for item, (name, *values) in zip(made, snapshot["objects"], strict=True):

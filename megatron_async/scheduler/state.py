@@ -2,12 +2,12 @@
 
 Invariants
 - A trajectory has an entry exactly while it is neither batched nor dropped.
-- `oldest` is a lower bound of the policy number of every trained token. When a trajectory is
-  submitted, it is the number that the engines serve; once the first token arrives, it is that
-  token's number.
-- A trajectory with a `deferred_action` is not scheduled any more. It is dropped or restarted as
-  soon as no engine or scorer works on it. Therefore no `Drop` is emitted while one still works on
-  it.
+- `TrajectoryEntry.oldest` is a lower bound of the policy numbers of the trajectory's tokens. From
+  the submission until the first token arrives, it is the number of the version that the engine
+  serves; from then on, it is the number of the first token.
+- A trajectory with a `deferred_action` is not scheduled any longer. It is dropped or restarted as
+  soon as its running request or its scoring has ended, so no `Drop` is emitted while an engine or
+  scorer still uses the trajectory.
 """
 
 import enum
@@ -29,8 +29,8 @@ class EngineEntry:
     """An engine that is up.
 
     Attributes:
-        index: Position of the engine in the order of arrival; it decides between engines that are
-            equal otherwise.
+        index: Position of the engine in the order in which engines came up; it decides between
+            engines with equal load and equally many requests.
         version: The policy version that the engine has loaded.
         kv_capacity: Number of tokens that its KV cache has room for.
         max_running: Largest number of requests that it runs at once; None if it has no limit.
@@ -58,19 +58,25 @@ class TrajectoryEntry:
 
     Attributes:
         tokens: Number of tokens that the policy has generated.
-        oldest: Lower bound of the policy number of its tokens; None while it has none and does not
-            run.
+        group: Its group.
+        index: Its position among the members of the group.
+        oldest: Lower bound of the policy numbers of its tokens; None while it has no tokens and
+            does not run.
         newest: Largest policy number of its tokens; -1 if it has none.
         engine: The engine on which it runs, if any.
-        ticket: Ticket of the trajectory in the work queue; 0 if it does not wait there.
+        abort_sent: Whether an abort of its running request was emitted.
+        deferred_action: Drop or restart that is carried out when its running request or scoring has
+            ended, if any.
+        ticket: Number that marks its valid item in the work queue; 0 if it is not in the queue.
         regenerations: How often this process has restarted it because its scorer or environment
             failed.
-        extra_context_tokens: Number of tokens that an engine stores for it besides its prompt and
-            `tokens`. 0 without an environment; otherwise the input of the newest turn minus the
-            policy's tokens.
+        extra_context_tokens: Number of tokens that an engine has in its KV cache for it in addition
+            to its prompt and `tokens`. For an episode, this is the number of tokens after the
+            prompt on the newest turn's branch, minus `tokens` (negative if the policy's tokens are
+            mostly on other branches); otherwise 0.
         begun: Whether it is an open episode: its environment was started and the episode has not
             ended.
-        last_engine: The engine on which the last turn of its episode ran.
+        last_engine: For an episode, the engine on which its last turn ran; otherwise None.
     """
 
     trajectory_id: int
@@ -118,13 +124,14 @@ class GroupEntry:
     """The trajectories of one prompt that are neither batched nor dropped.
 
     Attributes:
-        order: Position in the order in which groups were started; -1 if no member was submitted
+        order: Position in the order in which groups were started; -1 if the group is not started
             yet.
         unfinished: Number of members without a complete response.
         unscored: Number of members without a reward.
         complete: Whether all members have a reward and the group waits for a batch.
-        oldest: Smallest `oldest` of its members.
-        drop_reason: Why the group is dropped; None while it is not.
+        oldest: Smallest `oldest` of those members that are not to be dropped or restarted; None if
+            none has one.
+        drop_reason: Why the group is dropped; None if it is not.
         serving: For each engine that runs members of the group, their number.
     """
 
@@ -139,8 +146,8 @@ class GroupEntry:
     serving: dict[str, int] = field(default_factory=dict)
 
     def oldest_of_members(self) -> int | None:
-        """Return the smallest policy number of the members that are neither dropped nor restarted
-        soon."""
+        """Return the smallest `oldest` (policy number of the oldest token) of the members for which
+        no drop or restart is deferred; None if no such member has one."""
         known = (
             m.oldest for m in self.members if m.deferred_action is None and m.oldest is not None
         )
@@ -148,7 +155,8 @@ class GroupEntry:
 
     @property
     def zero_variance(self) -> bool:
-        """Whether all rewards are equal, so that every group-relative advantage is zero."""
+        """Whether the rewards of all members are equal, so that each member's advantage relative to
+        the group's mean is zero."""
         return len({member.reward for member in self.members}) == 1
 
 

@@ -1,9 +1,9 @@
-"""Tracks the weight update in the scheduler: engines become idle or paused, then weights change.
+"""Decides when weights may be sent to the engines, which must be idle or paused then.
 
 Invariants
-- `AllowUpdate` is emitted once for each requested update. With `weight_update: in_flight`, it is
-  preceded by `PauseEngines`. It waits until no request runs, except if `weight_update: in_flight`
-  is combined with `boundary: continue`.
+- `AllowUpdate` is emitted once for each requested update. With `weight_update: in_flight`,
+  `PauseEngines` is emitted directly before it. `AllowUpdate` is emitted only when no request runs,
+  except if `weight_update: in_flight` is combined with `boundary: continue`.
 - From the request of an update to its publication nothing is submitted (`closed`).
 - `ResumeEngines` follows the publication exactly when `PauseEngines` was emitted before it.
 """
@@ -24,7 +24,8 @@ class Phase(enum.Enum):
 
 
 class UpdateGate:
-    """Decides when a requested weight update may start, and which engines' pause surrounds it."""
+    """Decides when a requested weight update may start, and whether engines are paused before it
+    and resumed after it."""
 
     def __init__(self, config: ScheduleConfig) -> None:
         self._pauses = config.weight_update == "in_flight"

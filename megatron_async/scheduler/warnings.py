@@ -1,10 +1,11 @@
-"""Warns about queues and engines, with one rule for each failure that the papers describe.
+"""Warns about preempted requests and about queues that stay empty or full, with one rule for each
+failure that papers on asynchronous RL describe.
 
 `telemetry.health` has the warnings that are based on the trainer's metrics.
 
 Invariants
-- A warning is emitted when its condition starts to hold. It is emitted again only after the
-  condition has stopped to hold in between.
+- A warning is emitted once its condition has held `STREAK` times in a row. It is emitted again only
+  if the condition stops to hold and then holds as often again.
 - The thresholds are assumed, since no source gives numbers. Each is a named constant.
 """
 
@@ -15,10 +16,11 @@ from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.scheduler.events import EngineLoad, Warn
 
 PREEMPTED_SHARE = 0.05
-"""Share of an engine's running requests that must be preempted between two reports to count as a
-storm."""
+"""Share of an engine's running requests above which the preemptions between two load reports count
+as a storm; a single preemption never does."""
 STREAK = 3
-"""Number of consecutive reports or steps that show a condition before a warning is emitted."""
+"""Number of load reports or training steps in a row in which a condition must hold before a warning
+is emitted."""
 
 
 class Cause(enum.Enum):
@@ -77,10 +79,11 @@ class SchedulerWarnings:
         self._storms.pop(engine_id, None)
 
     def published(self, number: int, batch_waits: bool) -> list[Warn]:
-        """Return a warning if the trainer, which has published version `number`, repeatedly finds
-        no batch.
+        """Return a warning if, with `overlap`, no batch was ready for the trainer when it published
+        a version, `STREAK` versions in a row.
 
-        `batch_waits` is whether an emitted batch waits for the trainer now.
+        `number` is the version that it has published just now, and `batch_waits` is whether an
+        emitted batch waits for it now.
         """
         if not self._config.overlap or not self._underflow.observe(not batch_waits):
             return []
@@ -91,18 +94,22 @@ class SchedulerWarnings:
         return [Warn("queue_underflow", message)]
 
     def new_groups(self, held_back_by: Cause | None) -> None:
-        """Record that new groups may start (None), or for which cause they may not."""
+        """Record for which cause new groups may not start at the moment (`held_back_by`), or that
+        they may (None)."""
         self._causes.add(held_back_by)
 
     def taken(self, step: int, unscored: int) -> list[Warn]:
-        """Return warnings about causes that have held back new groups in `STREAK` steps in a row.
+        """Return a warning for each cause that has kept new groups from starting in `STREAK` steps
+        in a row.
 
         Args:
             step: Step of the batch that the trainer has taken just now.
             unscored: Number of responses that wait for a score.
         """
         seen, self._causes = self._causes, set()
-        if not seen:  # No request was free for a new group in this step, so it shows nothing.
+        # In this step no request was free for a new group, so the step shows nothing about the
+        # causes.
+        if not seen:
             return []
         sets_in = [cause for cause in Cause if self._held_back[cause].observe(cause in seen)]
         return [self._queue_warning(cause, step, unscored) for cause in sets_in]
