@@ -1,11 +1,11 @@
 """Runs inference engines in host processes, one for each engine, and launches these hosts.
 
 Invariants
-- A host owns at most one server process. If the host dies, its server dies too (through a
-  lifeline), on whatever node it runs.
+- A host owns at most one server process, on the same node. If the host dies, its server ends too:
+  the server holds one end of a pipe (a lifeline), which closes with the host.
 - A restarted engine has a new id, so late reports of the previous engine cannot be mistaken for its
   own.
-- Every call has a limit. A dead host or server raises a ComponentFailure.
+- Every call has a time limit. A call to a dead host or server raises a ComponentFailure.
 """
 
 import asyncio
@@ -38,7 +38,8 @@ _START_MARGIN_SECONDS = 60.0
 class EngineHost:
     """Starts, watches and stops the server of one engine, on the same node.
 
-    `update`, `abort` and `report` are forwarded to the relay that reads the server's streams.
+    The methods `update`, `abort` and `report` are those of the `StreamRelay` that reads the
+    server's token streams; see there.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class EngineHost:
             engine_id: Name of the engine.
             config: Settings of the run.
             log_path: Log file of the server.
-            shared_index: Index of the engine if it shares GPUs with trainer ranks; otherwise None.
+            shared_index: Index of the engine if it shares GPUs with trainer ranks, from which its
+                GPUs follow; otherwise None.
         """
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         self._engine_id = engine_id
@@ -147,7 +149,8 @@ class HostCalls:
 
 
 class HostedEngines:
-    """Starts and stops the engines of a run, each in its own host; implements `EngineLauncher`."""
+    """Starts and stops the engines of a run, each in its own host process; implements
+    `EngineLauncher`."""
 
     def __init__(
         self,
@@ -174,7 +177,7 @@ class HostedEngines:
             self._begun[index] = asyncio.create_task(self._launch(index))
 
     async def launch(self, index: int) -> RelayedEngine:
-        """Start engine `index`, or wait for it if `begin` has started it; return its client.
+        """Start engine `index`, or wait for its start if `begin` has started it; return its client.
 
         Raises:
             ComponentFailure: If the engine does not start.
@@ -205,8 +208,8 @@ class HostedEngines:
         return client
 
     async def alive(self, index: int) -> bool:
-        """Return whether the server process of engine `index` exists; True if the host does not
-        reply in time."""
+        """Return whether the server process of engine `index` exists. If the host does not reply in
+        time, return True."""
         host = self._hosts.get(index)
         if host is None:
             return False
@@ -215,7 +218,7 @@ class HostedEngines:
         except ProcessKilled:
             return False
         except ComponentFailure:
-            return True  # A slow host says nothing about its engine.
+            return True  # A slow host is no evidence that its server process has ended.
 
     async def stop(self, index: int) -> None:
         """Stop engine `index` and its host; does nothing if it is not running."""
@@ -228,15 +231,16 @@ class HostedEngines:
         try:
             await host.call(lambda host: host.stop(), limit=_STOP_SECONDS)
         except ComponentFailure:
-            # The host is dead or stuck. Its server ends with it.
+            # The host is dead or does not reply. `host.end` ends its process, and the server ends
+            # with the host.
             pass
         finally:
             await asyncio.to_thread(host.end)
 
     def _start_host(self, index: int, engine_id: str) -> RemoteObject[EngineHost]:
         on_gpu = resolve_device(self._settings) == "cuda"
-        # An engine that shares GPUs with trainer ranks needs certain GPUs, but a backend assigns
-        # any.
+        # A process backend assigns any free GPUs. An engine that shares GPUs with trainer ranks
+        # needs certain ones, so it requests none and chooses them by its index.
         shared = on_gpu and self._settings.placement == "colocated"
         return self._backend.start(
             self._host_class,

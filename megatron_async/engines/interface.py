@@ -1,10 +1,11 @@
-"""Defines the interface of an engine for the rollout driver, and the messages between them.
+"""Defines the interface through which the rollout driver uses an engine, and its requests and
+replies.
 
 Invariants
-- An engine reports every token exactly once and in order, with its log-prob (of the behavior
-  policy, at the sampling temperature) and the policy version that generated it.
+- An engine reports every token exactly once and in order. Each token has the policy version that
+  generated it and its log-prob under that version at the sampling temperature.
 - A `generate` stream ends with exactly one chunk that has `end` set, or raises `EngineError`. It
-  raises `RequestRefused` if the request itself is invalid; repeating such a request is useless.
+  raises `RequestRefused` if the request itself is invalid, so that repeating it is useless.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -20,14 +21,15 @@ StreamEnd = Literal["stop", "length", "abort"]
 
 
 class EngineError(RuntimeError):
-    """An engine did not reply as it should; the message names the engine, the call and the
-    reply."""
+    """Error of a call to an engine that failed or had an unexpected reply. The message names the
+    engine, the call and the reply."""
 
 
 class RequestRefused(EngineError):
-    """An engine rejects a request as invalid (too long, a bad setting), as every engine would.
+    """Error of a request that an engine rejects as invalid, for instance as too long. Every other
+    engine would reject it too.
 
-    This counts against the request, not against the engine.
+    The engine is not at fault and stays in service.
     """
 
 
@@ -39,7 +41,8 @@ class GenerationRequest:
     Attributes:
         ignore_eos: Whether stop tokens do not end the response, so that it has exactly
             `max_new_tokens`.
-        urgent: Whether the request runs before all others that wait in the engine's queue.
+        urgent: Whether the request is processed before all other requests that wait in the engine's
+            queue.
     """
 
     request_id: str
@@ -56,10 +59,11 @@ class TokenChunk:
     """New tokens of one request, all of one policy version.
 
     Attributes:
-        end: How the stream has ended; set in the last chunk only.
+        end: Why the stream has ended, set in the last chunk of a stream; otherwise None.
         queued_seconds: In the first chunk, how long the request has waited in the engine's queue; 0
             if unknown.
-        columns: Further arrays that the engine reports for the tokens (`trajectory/columns.py`).
+        columns: Further arrays with one entry for each token that the engine reports, such as the
+            experts to which it was routed.
     """
 
     token_ids: IntArray
@@ -75,7 +79,7 @@ class EngineStatus:
     """A load report of one engine.
 
     Attributes:
-        kv_usage: Share of the KV cache in use.
+        kv_usage: Share of the KV cache in use, 0 to 1.
         preemptions_total: Number of preempted requests since the engine's start.
     """
 
@@ -89,8 +93,9 @@ class EngineClient(Protocol):
     """Client of one engine. Every method except `generate` has a time limit and raises
     `EngineError`.
 
-    How long a stream may be silent depends on what its engine is doing, which the driver knows
-    (rollout/tracked_engine.py). A stream may last for any time.
+    A stream may last for any time. The client does not limit how long a stream may be silent
+    either: an engine that is paused or updated is silent for good reason, which only the driver
+    knows (rollout/tracked_engine.py).
     """
 
     @property
@@ -104,7 +109,8 @@ class EngineClient(Protocol):
 
     @property
     def max_sequence_tokens(self) -> int | None:
-        """Largest number of tokens of prompt and response together; None if unknown."""
+        """Largest number of tokens of prompt and response together that the engine accepts; None if
+        unknown."""
 
     @property
     def dtype(self) -> str | None:
@@ -130,8 +136,8 @@ class EngineClient(Protocol):
         """
 
     async def resume_memory(self, *, weights_only: bool) -> None:
-        """Allocate released memory again: only that of the weights if `weights_only`, otherwise all
-        of it."""
+        """Allocate the released device memory again: with `weights_only` only the memory of the
+        weights, otherwise all of it."""
 
     async def version(self) -> PolicyVersion:
         """Return the policy version that the engine reports."""
@@ -146,7 +152,7 @@ class EngineClient(Protocol):
 
 
 class _OfClient:
-    """Descriptor that forwards an attribute or method to the wrapped client."""
+    """Descriptor that reads the attribute or method of the same name from the object's `client`."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -156,7 +162,8 @@ class _OfClient:
 
 
 class ForwardingClient:
-    """Forwards every call to `client`; base class of clients that add something."""
+    """Forwards every attribute and call to `client`; base class of clients that change the behavior
+    of some calls."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client

@@ -1,15 +1,18 @@
-"""Finds addresses of nodes, and sets what all communicating processes of a run must share.
+"""Finds addresses of nodes, and provides the communication settings that all processes of a run
+must have in common.
 
-Trainer ranks, engines and managers have the same communication settings, however they are started.
+Trainer ranks, engines and managers get these settings as environment variables, however they are
+started.
 
 Invariants
 - Every process that may be in one NCCL group with another gets the same NCCL settings. Each process
-  alone chooses how buffers are transferred, and if two choose differently, the first weight update
-  hangs or fails.
+  chooses from its own settings how buffers are transferred. If two processes of a group chose
+  differently, the first weight update would hang or fail.
 - The network interface for connections between processes is named explicitly: the loopback
   interface on one machine, otherwise the interface by which other nodes reach this one. Without
   that, gloo would use the address that the host name resolves to, often 127.0.1.1.
-- Values that the user has set win. They reach all roles, since all inherit them.
+- Environment variables that the user has set are kept. All processes inherit them, so they are
+  equal everywhere.
 """
 
 import os
@@ -23,20 +26,21 @@ import psutil
 from megatron_async.errors import UserError
 
 INTERFACE_VARIABLE: Final = "MEGATRON_ASYNC_INTERFACE"
-# Names the rendezvous directory of trainer ranks that are all on one machine.
+# Environment variable with the directory through which trainer ranks form their process group, if
+# all ranks are on one machine.
 RENDEZVOUS_VARIABLE: Final = "MEGATRON_ASYNC_RENDEZVOUS"
 # With this value of `engines.host`, each server binds to the address of its node.
 NODE_HOST: Final = "node"
 LOOPBACK: Final = "127.0.0.1"
-# Address on which Ray's head and torch's store listen.
+# Address of all interfaces, on which Ray's head process and torch's TCP store listen.
 _EVERY_INTERFACE: Final = "0.0.0.0"
-# SGLang sets NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE to 0 for its servers if they are not set
-# (`_set_envs_and_config`).
+# Set for all processes, because SGLang sets these two variables to 0 for its servers unless they
+# are set (`_set_envs_and_config`), and trainer ranks need the same values.
 _NCCL: Final = {
     "NCCL_CUMEM_ENABLE": "0",
     "NCCL_DEBUG": "WARN",
 }
-# torch reads the first of these variables that is set.
+# torch's allocator options. torch reads the first of these variables that is set.
 ALLOCATOR_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _SEGMENTS: Final = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 _INTERFACES: Final = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -79,7 +83,8 @@ def node_address() -> str:
 
 
 def free_port() -> int:
-    """Return a port that was free on every interface a moment ago."""
+    """Return a port that was free on every interface when it was checked. It is not reserved, so
+    another process may take it."""
     with socket.socket() as opened:
         opened.bind((_EVERY_INTERFACE, 0))
         return int(opened.getsockname()[1])
@@ -118,10 +123,11 @@ def communication_environment(
 
 
 def without_expandable_segments(base: Mapping[str, str]) -> dict[str, str]:
-    """Return changed values for the torch allocator variables in `base` that enable expandable
-    segments.
+    """Return new values for those torch allocator variables in `base` that enable expandable
+    segments, without this option.
 
-    CUDA IPC and SGLang's memory saver do not work on such memory. Other allocator options are kept.
+    CUDA IPC and SGLang's memory saver do not work on memory in expandable segments. Other allocator
+    options are kept.
     """
     found = {name: base[name] for name in ALLOCATOR_VARIABLES if name in base}
     changed = {n: _SEGMENTS.sub("expandable_segments:False", v) for n, v in found.items()}

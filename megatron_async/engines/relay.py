@@ -1,20 +1,21 @@
 """Reads an engine's streams next to its server, and forwards them to the manager in few messages.
 
-`StreamRelay` runs in the engine's host and handles HTTP, JSON and versions. `RelayedEngine` is the
-client of the same engine in the rollout manager. Its streams come from the relay, all of them in
-one `TokenReport` about every 100 ms. Its other calls go directly to the server.
+`StreamRelay` runs in the engine's host process. It reads the streams over HTTP and parses their
+JSON. `RelayedEngine` is the client of the same engine in the rollout manager. It requests the new
+tokens of all streams from the relay in one `TokenReport`, in a large run about every 100 ms. Its
+other calls go directly to the engine's server.
 
 Invariants
 - A stream is only read while less than a chunk (`CHUNK_TOKENS`) of its tokens is unacknowledged.
-  Tokens are acknowledged when the consumer of the stream requests more, after the store has
-  committed them. So the loss of a host costs a stream at most one chunk, and a slow disk slows down
-  the engines.
-- An abort is processed before more tokens are read. After it, aborted streams are read to their
-  ends without that limit, since the engine generates no more tokens for them.
-- Longer pauses between reports mean fewer messages. `Pace` determines the pause, which is short if
-  there are few streams.
-- A failure concerns one stream; a failure of the relay itself concerns every open stream. No stream
-  waits for a relay that no longer exists.
+  The consumer of a stream acknowledges tokens by requesting more, which it does only after the
+  store has committed them. So a stream loses at most one chunk if the host dies, and a slow disk
+  slows down the engines instead of filling the memory.
+- An abort is processed before more tokens are read. After an abort, aborted streams are read to
+  their ends without waiting for acknowledgments. Few tokens remain, because the engine generates no
+  more for them.
+- Between two reports there is a pause, so that a report collects tokens of many streams (`Pace`).
+- The failure of a stream ends only that stream. If the relay itself fails or no longer exists,
+  every open stream ends with the error, so that none waits forever.
 """
 
 import asyncio
@@ -38,19 +39,22 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import PolicyVersion
 
 _LONGEST_PAUSE_SECONDS = 0.1
-_PAUSE_PER_STREAM_SECONDS = 25e-6  # The pause is longest from 4,000 streams on.
-# A report costs the manager about 0.5 ms. The pause grows by 10 ms with each engine, so the reports
-# of up to ten engines together use at most 5 % of the manager's time. With more engines, the pause
-# stays at `_LONGEST_PAUSE_SECONDS` and the share grows.
+# Pause for each stream: with 4,000 or more streams, the longest pause results.
+_PAUSE_PER_STREAM_SECONDS = 25e-6
+# Pause for each engine. A report costs the manager about 0.5 ms, and with n engines n reports come
+# in each pause of n * 10 ms, so reports use at most 5 % of the manager's time. From ten engines on,
+# the pause stays at `_LONGEST_PAUSE_SECONDS`, and the share grows with the number of engines.
 _PAUSE_PER_ENGINE_SECONDS = 10e-3
 # Pause after an abort; short, because a weight update waits until aborted streams have ended.
 _PAUSE_OF_ABORTS_SECONDS = 10e-3
-_MAX_STREAMS = 1024  # Largest number of streams in a report (0.5 MB with 64 tokens each).
+# Largest number of streams in a report, which then has 0.5 MB if each stream has 64 tokens.
+_MAX_STREAMS = 1024
 # Number of items that are processed before other tasks of the event loop may run.
 _ITEMS_IN_A_TURN = 64
 _MAX_STARTED = 256  # Largest number of requests that one call starts.
 _NEWS_SECONDS = 5.0
-# A stream that reached its limit waits for an acknowledgment, which comes with the next call.
+# Longest wait of `report` for news. It is short if tokens are unacknowledged: a stream that reached
+# its limit waits for an acknowledgment, which comes with the next call of `report`.
 _NEWS_SECONDS_UNACKNOWLEDGED = 0.05
 
 Started = tuple[int, GenerationRequest]
@@ -59,7 +63,8 @@ _NEVER_SENT = TokenChunk(np.zeros(0, "i4"), np.zeros(0, "f4"), PolicyVersion(-1,
 
 
 class StreamRelay:
-    """Reads the streams of one engine; all calls come from one event loop."""
+    """Reads the token streams of one engine, and collects the tokens until the rollout manager
+    requests them. Its methods must be called on one event loop."""
 
     def __init__(self, client: EngineClient, chunk_tokens: int) -> None:
         self._client = client
@@ -72,7 +77,7 @@ class StreamRelay:
         """Start to read the streams of `started` requests, and stop reading the streams in
         `canceled`.
 
-        A request whose stream is no longer read is ended.
+        The engine is asked to abort a request whose stream is no longer read.
         """
         for stream, request in started:
             task = asyncio.create_task(self._read(stream, request))
@@ -87,17 +92,20 @@ class StreamRelay:
         del self._readers[stream]
 
     async def abort(self, requests: Mapping[str, int]) -> None:
-        """Abort requests, given as request id and stream number; see `EngineClient.abort`."""
-        # The abort is sent first, because reading takes time of the event loop.
+        """Abort requests and read their streams to the end. `requests` has the stream number of
+        each request id."""
+        # Send the abort first: the streams that are woken below would otherwise delay it.
         await self._client.abort(list(requests))
         for stream in self._readers.keys() & requests.values():
             self._outbox.unbind(stream)
             self._wake(stream)
 
     async def report(self, acknowledged: Sequence[int]) -> TokenReport:
-        """Return the tokens read since the last report, after noting the `acknowledged` streams.
+        """Return the tokens that were read since the last report.
 
-        If there are none, wait for some; the report is empty after a time limit.
+        If there are none, wait for some. After a time limit, return an empty report.
+        || Args:
+        acknowledged: Numbers of streams whose reported tokens are stored, so that more may be read.
         """
         self._outbox.acknowledge(acknowledged)
         for stream in acknowledged:
@@ -111,7 +119,7 @@ class StreamRelay:
                 ):
                     await self._news.wait()
             except TimeoutError:
-                pass  # The report is empty, and the manager requests another one.
+                pass  # Return an empty report. The manager then calls `report` again.
         return self._outbox.take(_MAX_STREAMS)
 
     async def close(self) -> None:
@@ -164,18 +172,20 @@ class RelayCalls(Protocol):
 
 
 class Pace:
-    """Pause between two token reports of an engine; all engines of a run share one `Pace`.
+    """Determines the pause between two token reports of an engine. All engines of a run share one
+    `Pace`.
 
     The pause grows with the number of engines and of streams (responses that are being generated).
-    In a small run, even the shortest responses arrive almost immediately. In a large run, each
-    engine reports ten times per second.
+    It is short in a small run, so that tokens arrive almost immediately. In a large run it is 0.1
+    s, so each engine reports ten times per second.
     """
 
     def __init__(self) -> None:
         self.streams = 0
         self.engines = 0
         self.turn = asyncio.Lock()
-        """Held while one engine's report is processed, so that no two are processed at once."""
+        """Lock that is held while the report of one engine is processed, so that reports of several
+        engines are processed one after the other."""
 
     @property
     def seconds(self) -> float:
@@ -187,8 +197,8 @@ class Pace:
 
 
 class _Inbox:
-    """Queue of one stream's items for a single reader; smaller and faster than a queue of
-    asyncio."""
+    """Queue of one stream's items (chunks of tokens, or a failure) for a single reader. It is
+    smaller and faster than `asyncio.Queue`."""
 
     __slots__ = ("items", "reader")
 
@@ -219,7 +229,7 @@ class RelayedEngine(ForwardingClient):
         self._inboxes: dict[int, _Inbox] = {}
         self._started: list[Started] = []
         self._canceled: list[int] = []
-        self._running: dict[str, int] = {}  # Stream number of each request.
+        self._running: dict[str, int] = {}  # Stream number of each running request, by request id.
         self._aborted: set[str] = set()
         self._hurried = asyncio.Event()
         self._acknowledged: list[int] = []
@@ -267,11 +277,12 @@ class RelayedEngine(ForwardingClient):
             self._inboxes[stream].put(_NEVER_SENT)
         self._started = [started for started in self._started if started[0] not in streams]
         if self._sending is not None:
-            # Wait until the starts of requests are sent, because an abort that precedes its request
-            # is lost.
+            # The relay ignores an abort of a request that it does not know, so wait until the
+            # starts of all requests are sent.
             await asyncio.wait([self._sending])
         self._aborted |= self._running.keys() & unwanted.keys()
-        # Set first, because streams end before the engine replies to the abort.
+        # Set before the abort is sent: it ends the pause between reports, and streams may end
+        # before the engine replies to the abort.
         self._hurried.set()
         await self._relay.abort(unwanted)
 
@@ -286,8 +297,8 @@ class RelayedEngine(ForwardingClient):
         await super().close()
 
     def _send(self) -> None:
-        """Ensure that tasks run which send starts and cancellations to the relay and request
-        reports."""
+        """Ensure that two background tasks run: one sends started and canceled streams to the
+        relay, the other requests reports from the relay."""
         if self._sending is None or self._sending.done():
             self._sending = asyncio.create_task(self._guarded(self._send_all))
         if self._receiving is None or self._receiving.done():
@@ -297,8 +308,8 @@ class RelayedEngine(ForwardingClient):
         while self._started or self._canceled:
             started, self._started = self._started[:_MAX_STARTED], self._started[_MAX_STARTED:]
             canceled: list[int] = []
-            # Send cancellations with the last starts, because none may precede the start of its
-            # stream.
+            # A cancellation must not be sent before the start of its stream, so send cancellations
+            # only with the last starts.
             if not self._started:
                 canceled, self._canceled = self._canceled, []
             await self._relay.update(started, canceled)
@@ -321,13 +332,15 @@ class RelayedEngine(ForwardingClient):
                     if number % _ITEMS_IN_A_TURN == 0:
                         await asyncio.sleep(0)
                 await asyncio.sleep(0)
-            # After a full report, request the next one at once, because the relay has more items.
+            # A full report shows that the relay has more to report, so request the next report
+            # without a pause.
             if len(report.runs_R7) < _MAX_STREAMS:
                 await self._pause()
 
     async def _pause(self) -> None:
-        """Wait before the next report, so that it collects more tokens; only briefly after an
-        abort."""
+        """Wait before the next report is requested, so that the relay collects more tokens. After
+        an abort wait only briefly, because a weight update waits for the ends of the aborted
+        streams."""
         self._hurried.clear()
         seconds = self._pace.seconds
         if self._aborted:

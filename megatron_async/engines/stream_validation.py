@@ -1,12 +1,14 @@
-"""Checks every chunk and load report that an engine sends; pure, without socket or clock.
+"""Checks every chunk and load report that an engine sends. The functions are pure: they use no
+socket and no clock.
 
-The checks run in the engine's own host, where its replies are read, so that they cost the rollout
-manager nothing. docs/failures.md lists them in a table.
+The checks run in the engine's host process, where its replies are read, so that they cost the
+rollout manager no time. docs/failures.md lists them in a table.
 
 Invariants
-- Chunks that `StreamValidator` accepts can be stored and trained: their tokens are possible, their
-  versions are in order, and the end of the stream matches the tokens.
-- A violation counts against the engine that sent the chunk, and its request fails (`EngineError`).
+- Chunks that `StreamValidator` accepts can be stored and trained. Their token ids are in the
+  vocabulary, their log-probs are valid, versions never decrease within a stream, and the reported
+  end of the stream fits its tokens.
+- An invalid chunk counts as a failure of the engine, and its request fails with `EngineError`.
   Earlier chunks of the same stream are valid and are kept.
 """
 
@@ -19,8 +21,8 @@ from megatron_async.trajectory.columns import find_mismatch
 from megatron_async.trajectory.token_checks import find_invalid_token
 from megatron_async.trajectory.types import PolicyVersion
 
-# Largest accepted share of the KV cache in use. It exceeds 1 because of rounding and overlapping
-# use.
+# Largest share of the KV cache in use that is accepted in a load report. It exceeds 1 because
+# rounding and slots that are counted twice can make an engine report more than 1.
 MAX_USAGE = 1.5
 
 
@@ -30,7 +32,8 @@ class StreamValidator:
 
     Attributes:
         vocabulary: Number of tokens in the model's vocabulary; None if unknown.
-        longest: Largest length of prompt and response together; None if unknown.
+        longest: Largest number of tokens of prompt and response together that the engine accepts;
+            None if unknown.
         received: Number of tokens received so far.
         version: Policy version of the last chunk.
         last_token: The last token received.
@@ -95,7 +98,8 @@ class StreamValidator:
 
 
 def load_of(loads: Sequence[Mapping[str, Any]], preemptions: float) -> EngineStatus:
-    """Return the load of a server from the reports `loads` of its data-parallel parts.
+    """Combine the load reports of a server's data-parallel replicas into one: numbers of requests
+    are added, and the largest share of a KV cache counts.
 
     Raises:
         ValueError: If a report is missing or invalid.

@@ -1,14 +1,16 @@
-"""Packs tokens of many streams of an engine into columns, so that one message has all of them.
+"""Packs the tokens of many streams of an engine into a few arrays, so that one message has all of
+them.
 
-Pure: no process, no clock. `Outbox` is filled where streams are read, and a `TokenReport` is sent
-to the rollout manager (`relay.py`).
+The engine's host process reads the streams and puts their items (chunks of tokens, or a failure)
+into an `Outbox`. A `TokenReport` with the items is sent to the rollout manager (`relay.py`). The
+module itself uses no process and no clock.
 
 Invariants
-- Every item that is put in comes out once, and the items of a stream come out in order. The tokens
-  of a stream are one span for each policy version, so that the end of a stream is reported at once.
-- An item of a stream is added only while fewer than `chunk_tokens` of its tokens are
-  unacknowledged. With what has just been read, that is one chunk, which a kill may lose. A stream
-  that was aborted has no such limit, because the engine adds no tokens to it.
+- Every item that is put in comes out once, and the items of a stream come out in order. The end of
+  a stream is part of the span with its last tokens, so it never arrives later than they do.
+- An item of a stream is added only while fewer than `chunk_tokens` of the stream's tokens are
+  unacknowledged, so that a kill of the process loses at most about one chunk of it. A stream that
+  was aborted has no such limit, because the engine generates no more tokens for it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,14 +36,18 @@ _FIRST_FAILURE = len(_ENDS)
 
 @dataclass(frozen=True, eq=False)
 class TokenReport:
-    """Spans of tokens, one after the other; each has one stream, one version and the same columns.
+    """Spans of tokens of many streams, one after the other. All tokens of a span belong to one
+    stream and one policy version, and have the same columns: arrays with one entry for each token,
+    first ids and log-probs.
 
     Attributes:
-        runs_R7: For each span: stream, number of tokens, lineage and number of the version, how the
-            stream ended with it, index of its columns in `tokens`, microseconds in the engine's
-            queue. The end is an index into `_ENDS` or, above that, into `_FAILURES`; the text of a
-            failure is the next of `messages`.
-        tokens: The token columns of all spans, one entry for each set of columns.
+        runs_R7: Seven integers for each of R spans: number of the stream, number of tokens, lineage
+            and number of the policy version, end, index of the span's columns in `tokens`, and
+            microseconds in the engine's queue. An end below `len(_ENDS)` is an index into `_ENDS`.
+            A larger end, minus `len(_ENDS)`, is an index into `_FAILURES`; the texts of the
+            failures are in `messages` in the same order.
+        tokens: One entry for each set of columns with the same types: the joined columns of all
+            spans that have these types.
         messages: Texts of the failures.
     """
 
@@ -51,8 +57,8 @@ class TokenReport:
 
     @classmethod
     def of(cls, items: Iterable[tuple[int, Item]]) -> "TokenReport":
-        """Create a report of stream items in this order; adjacent items that form one span are
-        joined."""
+        """Create a report from (stream number, item) pairs in this order. Adjacent chunks of one
+        stream with the same version and columns become one span."""
         runs: list[tuple[int, int, int, int, int, int, int]] = []
         tokens: dict[Types, tuple[int, list[Arrays]]] = {}
         messages: list[str] = []
@@ -79,9 +85,9 @@ class TokenReport:
         )
 
     def items(self) -> Iterator[tuple[int, Item]]:
-        """Yield the spans as chunks, and the failures, each with its stream."""
+        """Yield (stream number, item) pairs: each span as a chunk, and each failure."""
         starts, messages = [0] * len(self.tokens), iter(self.messages)
-        # Chunks of equal versions share one object.
+        # Create only one `PolicyVersion` object for all chunks with the same version.
         versions: dict[tuple[int, int], PolicyVersion] = {}
         for stream, count, lineage, number, end, place, queued in self.runs_R7.tolist():
             if end >= _FIRST_FAILURE:
@@ -98,8 +104,8 @@ class TokenReport:
 
 
 class Outbox:
-    """Items that were read but not reported, and counts of tokens that were reported but not
-    acknowledged."""
+    """Items of streams that were read but not reported, and, for each stream, the number of tokens
+    that were reported but whose storage the manager has not acknowledged yet."""
 
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
@@ -113,11 +119,12 @@ class Outbox:
 
     @property
     def unacknowledged(self) -> bool:
-        """Whether running streams have tokens in a report that was not acknowledged."""
+        """Whether a running stream has reported tokens that the manager has not acknowledged."""
         return bool(self._reported)
 
     def has_room(self, stream: int) -> bool:
-        """Return whether more items of `stream` may be added before an acknowledgment."""
+        """Return whether more items of `stream` may be added without waiting for an
+        acknowledgment."""
         return stream in self._unbound or self.held(stream) < self._chunk_tokens
 
     def held(self, stream: int) -> int:
@@ -125,7 +132,8 @@ class Outbox:
         return _tokens(self._items.get(stream, ())) + self._reported.get(stream, 0)
 
     def unbind(self, stream: int) -> None:
-        """Remove the limit of `stream`, because it was aborted."""
+        """Remove the limit on unacknowledged tokens of `stream`, because its request was
+        aborted."""
         self._unbound.add(stream)
 
     def put(self, stream: int, item: Item) -> None:
@@ -133,7 +141,8 @@ class Outbox:
         self._items.setdefault(stream, []).append(item)
 
     def take(self, most: int) -> TokenReport:
-        """Remove and return all items of up to `most` streams, those that have waited longest."""
+        """Remove the items of up to `most` streams, starting with the stream whose items have
+        waited longest; return them as a report."""
         taken: list[tuple[int, Item]] = []
         for stream in list(islice(self._items, most)):
             items = self._items.pop(stream)

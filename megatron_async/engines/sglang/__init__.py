@@ -1,15 +1,18 @@
 """Runs SGLang servers on GPU and CPU, and calls them over SGLang's own HTTP API.
 
 - client: a server as an `EngineClient`.
-- stream: converts SGLang's reports to token chunks; pure.
+- stream: converts SGLang's reports to token chunks, without I/O.
 - process: starts, watches and ends one server process; builds its command line.
-- server: SGLang's server with the hooks below, which are registered in SGLang's own registry.
-- hooks: registers hooks; makes starts faster and aborts repeatable.
+- server: SGLang's server with the additions of the modules below. Most are hooks: functions that
+  run before, after or instead of a function of SGLang, through SGLang's own hook registry.
+- hooks: registers hooks, and has the hooks that make the start faster and aborts repeatable.
 - queue: lets urgent requests run first.
-- in_flight: handles weights that change under requests that keep their KV cache.
+- in_flight: hooks for weights that change while requests run and keep their KV cache.
 - prefix: separates cached prompt prefixes of different policy versions.
-- weight_updater: receives one bucket ahead.
-- receiver: an endpoint that makes published weights complete on the engine's machine.
+- weight_updater: receives the next bucket of weights (tensors that are sent together) while one is
+  loaded.
+- receiver: an HTTP endpoint that builds complete weights on the engine's machine from published
+  differences.
 - models: SGLang's classes for the supported model families, found without importing all others.
 - cpu, attention, sampling: what SGLang needs to run on a CPU without `sgl-kernel`.
 """

@@ -1,18 +1,20 @@
-"""Computes decode attention on CPU for all requests at once, as an attention backend for SGLang.
+"""Provides an attention backend for SGLang that computes decode attention on CPU for many requests
+at once.
 
 SGLang's `torch_native` backend runs one `scaled_dot_product_attention` per request in a Python
-loop. With 64 requests that is most of a decode step. Here the keys and values of all requests are
-gathered into one padded block, and a step is a few batched operations.
+loop. With 64 requests this loop takes most of the time of a decode step. Here the keys and values
+of all requests are gathered into one padded block, and a step is a few batched operations.
 
 Invariants
 - The result equals the loop's, except for rounding in another order of summation (float32: 1e-5).
 - Only plain self-attention decode is batched; cross-attention and prefill use SGLang's own code.
   Sliding windows are masked as in SGLang: a token sees the `window` tokens before itself.
-- A padded position never affects the result. Its score is -inf, and its value is finite, since
-  padding points at slot 0 of the KV cache, which is a real slot.
+- A padded position never affects the result. Its attention score is -inf, so its weight is 0. Its
+  value is read from slot 0 of the KV cache, which is a real slot, so it is finite and 0 times it is
+  0.
 - The memory of a step is bounded. Requests are sorted by length, so that short ones are not padded
   to long ones, and processed in blocks of at most `_BLOCK_BYTES` of gathered keys. That is about
-  what the cache of a core has room for; larger blocks were measured slower.
+  the size of a CPU core's cache; larger blocks were measured to be slower.
 """
 
 from typing import Any
@@ -32,8 +34,8 @@ def batched_decode_attention(
     scaling: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Compute the attention of one new token per request over its cached tokens, with grouped
-    heads.
+    """Compute the attention of one new token per request over its cached tokens, where several
+    query heads share one key/value head.
 
     There are S requests, H query heads, K key/value heads (H is a multiple of K), head sizes D and
     E, and P slots in the pool; C is at least the longest length.
@@ -57,7 +59,8 @@ def batched_decode_attention(
     flat = slots_SC.reshape(-1)
     keys_SKCD = k_cache_PKD.index_select(0, flat).view(S, longest, K, D).transpose(1, 2)
     values_SKCE = v_cache_PKE.index_select(0, flat).view(S, longest, K, -1).transpose(1, 2)
-    # The query heads of a group take the place of query positions, so that keys are not repeated.
+    # Treat the H / K query heads that share a key/value head as positions of one query, so that
+    # keys need not be repeated for each of them.
     output_SKGE = scaled_dot_product_attention(
         query_SHD.view(S, K, H // K, D),
         keys_SKCD.to(query_SHD.dtype),
@@ -80,8 +83,9 @@ def decode_in_blocks(
     window: int | None = None,
     block_bytes: int = _BLOCK_BYTES,
 ) -> torch.Tensor:
-    """Run `batched_decode_attention` for blocks of requests of similar length; write to
-    `output_SHE`."""
+    """Run `batched_decode_attention` for one block of requests of similar length after another;
+    write the result to `output_SHE` and return it. A block has at most `block_bytes` of gathered
+    keys."""
     block_tokens = block_bytes // k_cache_PKD[0].nbytes
     longest = int(lengths_S.max())
     if len(lengths_S) * longest <= block_tokens:
@@ -106,9 +110,11 @@ def decode_in_blocks(
 
 
 def register(name: str) -> None:
-    """Register the backend under `name` in SGLang, also as a value of `--attention-backend`.
+    """Register this module's attention backend under `name` in SGLang, also as a value of
+    `--attention-backend`.
 
-    This imports SGLang, so stand-ins must be installed before. Call it in every SGLang process.
+    This imports SGLang, so stand-ins for missing packages (cpu.py) must be installed before. Call
+    it in every SGLang process.
     """
     from sglang.srt.arg_groups.choices import (
         ATTENTION_BACKEND_CHOICES,
@@ -122,8 +128,8 @@ def register(name: str) -> None:
 
 
 def _make_backend(runner: Any) -> Any:
-    """Create the attention backend of one model runner: SGLang's torch backend with batched decode.
-    SGLang calls this in its scheduler process."""
+    """Create the attention backend of one of SGLang's model runners: SGLang's torch backend with
+    batched decode. SGLang calls this in its scheduler process."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     class TorchBatchedAttnBackend(TorchNativeAttnBackend):

@@ -2,19 +2,19 @@
 
 Invariants
 - Every call has a time limit and raises `EngineError` with the engine, the call and the reply.
-- Every token arrives once, with its log-prob and the version that generated it (stream.py), and was
-  validated (stream_validation.py).
+- Every token is returned once, with its log-prob and the version that generated it (stream.py),
+  after it was validated (stream_validation.py).
 - Request ids that are sent to SGLang are never reused, and none is a prefix of another. SGLang
   aborts every request whose id *starts with* the given one, so aborting "7" would end "71" too. Two
-  seconds after the end of a stream it aborts that id again, which would end a request that was
-  resumed under it.
+  seconds after a stream was closed, SGLang aborts its id once more, which would end a newer request
+  with the same id.
 - An abort of a request that has returned no tokens is repeated until its stream has ended, because
-  SGLang forgets an abort that arrives before its request. For other requests one abort that SGLang
-  has acknowledged is enough.
-- A call or request whose connection ends without a reply is repeated once on a new connection,
-  because the server may have closed an idle one.
-- The client does not limit how long a stream may be silent (interface.py). TCP detects a connection
-  whose host is gone.
+  SGLang forgets an abort that arrives before its request. For a request that has returned tokens,
+  one abort to which SGLang has replied is enough.
+- A call or request whose connection ends without a reply is repeated once on a new connection: the
+  server may just have closed the connection because it was idle.
+- The client does not limit how long a stream may be silent (interface.py). If the server's host
+  dies, TCP keep-alive ends the connection.
 """
 
 import asyncio
@@ -60,16 +60,18 @@ from megatron_async.runtime.time_limits import AwakeTimeout
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import MAX_BYTES, json_object
 
-# Long for a local network, because a server on a loaded machine accepts connections slowly.
+# This limit is long for a local network, because a server on a loaded machine accepts connections
+# slowly.
 _CONNECT_SECONDS = 30.0
-# Shorter than the server's own limit (5 s), because a request on a connection that the server is
-# just closing is lost.
+# Idle connections are closed after this time. It is shorter than the server's limit (5 s), because
+# a request is lost if it is sent while the server closes the connection.
 _KEEP_ALIVE_SECONDS = 2.0
 _FLUSH_SECONDS = 20
 _CONTROL_SECONDS = 60.0
 _ABORT_AGAIN_SECONDS = 0.5
 _ABORT_SELDOM_SECONDS = 2.0
-# Calls that are not repeated, because SGLang rejects them the second time.
+# Calls that are not repeated after a lost connection: if the first call was carried out, SGLang
+# would reject the second.
 _ONCE = ("release_memory_occupation", "resume_memory_occupation")
 _KEPT_LOST = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
 _CONTROL_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError)
@@ -91,29 +93,32 @@ class SGLangClient:
             engine_id: Name of the engine.
             url: URL of the server.
             settings: Settings of the engines.
-            vocabulary: Number of tokens of the model; larger ids are invalid. None if unknown.
+            vocabulary: Number of tokens in the model's vocabulary, from which on token ids are
+                invalid; None if unknown.
         """
         self.engine_id = engine_id
         self._vocabulary = vocabulary
         self.url = url
         self.kv_capacity_tokens = 0
         self.max_sequence_tokens: int | None = None
-        """Prompt and response together: what was generated is part of the input of a resumption."""
+        """Largest number of tokens of prompt and response together; None if unknown. SGLang reports
+        it as the largest input, and the input of a resumed request includes its response so far."""
         self.dtype: str | None = None
-        # The dtype that the server was started with; `auto` if this client does not know it.
+        # The dtype that the server must report, or `auto` if any dtype is accepted.
         self._expected_dtype = settings.dtype
-        # At least the time after which a silent engine counts as hung.
+        # Time limit of control calls. It is at least the time after which a silent engine counts as
+        # hung, so that a slow reply is not an error before that.
         self._control_seconds = max(_CONTROL_SECONDS, settings.hang_timeout_seconds)
         headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
         self._session = _session(headers)
         self._read: set[aiohttp.ClientResponse] = set()
         self._wire_ids: dict[str, str] = {}
-        self._answered: set[str] = set()  # Requests that have returned tokens.
+        self._answered: set[str] = set()  # Names of running requests that have returned tokens.
         self._unique = uuid.uuid4().hex
         self._serial = itertools.count()
         self._background: set[asyncio.Task[None]] = set()
-        # Wire ids, as in `_wire_ids`, of the aborted requests whose abort is repeated until they
-        # end.
+        # Aborted requests without tokens, whose abort is repeated until they end: the id that was
+        # sent to SGLang, by the request's name.
         self._unwanted: dict[str, str] = {}
         self._insisting: asyncio.Task[None] | None = None
         self._released: set[str] = set()
@@ -122,7 +127,7 @@ class SGLangClient:
     async def connect(
         cls, engine_id: str, url: str, settings: EngineConfig, vocabulary: int | None = None
     ) -> Self:
-        """Create a client and read the limits of its server.
+        """Create a client, and read the server's KV capacity, largest request and dtype.
 
         Raises:
             EngineError: If the server does not reply as expected.
@@ -186,10 +191,10 @@ class SGLangClient:
         return f"{self._unique}.{next(self._serial)};{name}"
 
     async def _answer(self, request: GenerationRequest) -> AsyncGenerator[bytes, None]:
-        """Send a request; yield the parts of the reply as they arrive.
+        """Send a generation request; yield the bytes of the reply as they arrive.
 
-        If an idle connection was closed before the request reached the server, the request is sent
-        again under another id.
+        If the connection ends without any reply, because the server had closed it as idle, the
+        request is sent once more under another id.
         """
         name, session, answered = request.request_id, self._open_session(), False
         async with AsyncExitStack() as opened:
@@ -234,11 +239,12 @@ class SGLangClient:
         await self._post("continue_generation", {"torch_empty_cache": False})
 
     async def flush_cache(self) -> None:
-        # Requests that were aborted a moment ago may not have ended yet.
+        # SGLang flushes its cache only when no request runs, and requests that were aborted a
+        # moment ago may not have ended, so let it wait for them.
         await self._post(f"flush_cache?timeout={_FLUSH_SECONDS}", None)
 
     async def release_memory(self, *, keep_weights: bool = False) -> None:
-        # SGLang rejects a second release of the same memory.
+        # SGLang rejects a second release of the same kind of memory, so leave out released kinds.
         unwanted = _CACHES if keep_weights else (_WEIGHTS, *_CACHES)
         tags = [part for part in unwanted if part not in self._released]
         if tags:
@@ -246,7 +252,7 @@ class SGLangClient:
             self._released.update(tags)
 
     async def resume_memory(self, *, weights_only: bool) -> None:
-        # SGLang rejects memory that is not released, so each kind is requested once.
+        # SGLang rejects a request for memory that is not released, so leave out kinds that are not.
         wanted = (_WEIGHTS,) if weights_only else (_WEIGHTS, *_CACHES)
         tags = [part for part in wanted if part in self._released]
         if tags:
@@ -291,7 +297,9 @@ class SGLangClient:
         for task in tuple(self._background):
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        for answer in self._read:  # aiohttp does not wake readers, which would wait forever.
+        # Closing an aiohttp session does not wake the tasks that read its replies, so end each
+        # reply.
+        for answer in self._read:
             answer.content.set_exception(ConnectionError("the client has been closed"))
         await self._session.close()
 
@@ -299,8 +307,8 @@ class SGLangClient:
         """Return the session of this client.
 
         Raises:
-            EngineError: If the client is closed. Calls that were about to be made when the engine
-                was taken out of service then fail like other calls to it.
+            EngineError: The client is closed. A call that starts just after the engine was taken
+                out of service thus fails with the same error type as any failed call.
         """
         if self._session.closed:
             raise self._failure("the client has been closed")
@@ -330,9 +338,11 @@ class SGLangClient:
         await asyncio.gather(*(self._post("abort_request", body) for body in bodies))
 
     async def _insist_on_aborts(self) -> None:
-        """Repeat aborts while their streams continue, at growing intervals."""
+        """Repeat the aborts of requests in `_unwanted` at growing intervals, until their streams
+        have ended."""
         pause = _ABORT_AGAIN_SECONDS
-        # A dead engine is reported by the streams themselves.
+        # If the engine is dead, its streams raise errors themselves, so errors of the aborts are
+        # ignored.
         with suppress(EngineError):
             while self._unwanted:
                 await asyncio.sleep(pause)
@@ -345,9 +355,9 @@ class SGLangClient:
     async def _abort_unread(self, wire_id: str) -> None:
         """Abort a request whose stream is no longer read.
 
-        The abort is sent twice, in case the first arrives before the request. SGLang also ends the
-        request itself some seconds after its connection is closed, so a failure here only costs
-        some work.
+        The abort is sent twice, in case the first arrives before the request. Errors are ignored:
+        SGLang ends the request itself some seconds after its connection is closed, so a lost abort
+        only wastes some computation.
         """
         with suppress(EngineError):
             await self._post("abort_request", {"rid": wire_id})
@@ -390,7 +400,8 @@ class SGLangClient:
                 try:
                     status, answer = await self._ask(session, method, path, data)
                 except _KEPT_LOST as error:
-                    # A server that was stopped for a while closes its idle connections.
+                    # The connection was kept idle, and the server has closed it, for instance
+                    # because it was stopped for a while. Repeat the call on a new connection.
                     if path in _ONCE or _is_refused(error):
                         raise
                     async with _session(session.headers) as fresh:
@@ -431,7 +442,8 @@ def _session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
 
 
 def _is_refused(error: Exception) -> bool:
-    """Return whether no connection was made, so that no idle connection was lost."""
+    """Return whether connecting failed. Then the error is not due to an idle connection that the
+    server has closed, and repeating is useless."""
     return isinstance(error, aiohttp.ClientConnectorError)
 
 
@@ -450,7 +462,8 @@ async def _text(answer: aiohttp.ClientResponse) -> bytes:
 
 
 def _kept_alive(address: tuple[Any, ...]) -> socket.socket:
-    """Create a socket with keep-alive, which detects that the other host is gone."""
+    """Create a socket with TCP keep-alive, which ends the connection if the other host dies without
+    closing it."""
     family, kind, protocol, *_ = address
     opened = socket.socket(family, kind, protocol)
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -468,8 +481,8 @@ def _counter(metrics: bytes, name: bytes) -> float:
 
 
 def _check_own_limits(error: BaseException) -> None:
-    """Raise a ComponentFailure if this process has no free file descriptors, which is not the
-    engine's fault."""
+    """Raise a ComponentFailure if `error` shows that this process has no free file descriptors.
+    That is not the engine's fault, so it must not become an EngineError."""
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
         raise ComponentFailure(
             f"the client of an engine cannot open more connections ({error}). Raise the limit of "

@@ -2,15 +2,15 @@
 AMX).
 
 SGLang imports GPU packages at module level that its CPU code never calls. If such a package is
-missing, an importable stand-in replaces it. One operation that the CPU code does call is
-implemented here in torch.
+missing, an importable stand-in replaces it. Some small functions of such packages are called by
+SGLang's CPU code; they are implemented here.
 
 Invariants
 - Only packages that are not installed are replaced.
 - A stand-in can be imported, subclassed and used as a decorator. Calling anything else in it raises
   an error, so that code which needs the package fails visibly.
-- Nothing happens at import. `install_stand_ins` must run before `sglang` is imported, in the server
-  and in each process that it spawns. A forked process has them already.
+- Importing this module installs nothing. `install_stand_ins` must run before `sglang` is imported,
+  in the server and in each process that it spawns. A forked process inherits the stand-ins.
 """
 
 import importlib
@@ -28,8 +28,8 @@ REPLACEABLE = ("torchvision", "sgl_kernel", "triton")
 
 
 class _PlaceholderType(type):
-    """Metaclass whose classes return the name of every public attribute
-    (`InterpolationMode.BICUBIC`)."""
+    """Metaclass whose classes have every attribute that does not begin with two underscores. Its
+    value is its name, so that code like `InterpolationMode.BICUBIC` can run at import."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("__"):
@@ -38,12 +38,12 @@ class _PlaceholderType(type):
 
 
 def _accept_anything(self: object, *args: Any, **kwargs: Any) -> None:
-    """Constructor of placeholder classes."""
+    """Accept any arguments and do nothing; constructor of placeholder classes."""
 
 
 class StandIn(types.ModuleType):
-    """Stand-in for a package that is not installed: it has submodules and classes, but no
-    functions."""
+    """Stand-in for a package that is not installed. A capitalized attribute is an empty class, and
+    any other attribute is a stand-in for a submodule."""
 
     __path__: list[str] = []  # noqa: RUF012 - makes the module a package
     __version__ = "0.0.0"
@@ -101,9 +101,11 @@ def assign_req_to_token_pool(
     out_cache_loc_T: torch.Tensor,
     pool_width: int,
 ) -> None:
-    """Write the new KV slots of each request into its row: row[start:end] = its part of the slots.
+    """Write the new KV-cache slots of each request into its row of the table `req_to_token_RC`: for
+    each request, row[start:end] = its share of `out_cache_loc_T`.
 
-    `out_cache_loc_T` has the slots of all requests, one after the other, T = sum(end - start).
+    `out_cache_loc_T` has the new slots of all requests one after the other, so T is the sum of all
+    end - start.
     """
     offset = 0
     rows = zip(req_pool_indices_S.tolist(), start_S.tolist(), end_S.tolist(), strict=True)
@@ -140,7 +142,8 @@ def install_stand_ins() -> frozenset[str]:
     missing = missing_packages()
     if missing:
         if "triton" in missing:
-            # torch caches this result. Called later, it would take the stand-in for a real triton.
+            # torch asks once whether triton is installed and caches the result. Let it ask before
+            # the stand-ins are installed, because it would take the stand-in for a real triton.
             importlib.import_module("torch.utils._triton").has_triton_package()
         sys.meta_path.append(_StandInFinder(missing))
     return missing

@@ -1,15 +1,17 @@
 """Registers hooks in SGLang's registry, and provides the hooks of its HTTP process.
 
 - Repeatable aborts: a request that arrives while its engine is paused, or locked for an update,
-  waits in the HTTP process. SGLang drops an abort of such a request, but records that one was sent
-  and ignores every further one, so the request would later run to its last token. Without that
-  record a repeated abort works.
-- No detokenizer: without a tokenizer no tokens are converted to text, but SGLang starts a process
-  for that.
-- Forked schedulers: a scheduler process is spawned, and imports all of SGLang again. On CPU it is
-  forked from the HTTP process instead, which has imported everything and runs nothing yet. (CUDA
-  forbids that.) Imported objects are excluded from garbage collection before the fork. SGLang need
-  not request that later; without a warm-up it would request it before it listens.
+  waits in the HTTP process. SGLang loses an abort of such a request, but records that an abort was
+  sent and ignores further aborts. The request would then run to its last token when the engine
+  continues. The hook deletes the record, so that a repeated abort works.
+- No detokenizer: SGLang starts a process that converts tokens to text, even if it has no tokenizer
+  and so never uses the process. The hook does not start it.
+- Forked schedulers: SGLang spawns its scheduler processes, each of which imports all of SGLang
+  again. On CPU the hook forks them from the HTTP process instead, which has imported everything and
+  has no threads at work yet. (With CUDA that is impossible.) Objects that exist before the fork are
+  excluded from garbage collection. SGLang would request that later itself by a call to its own
+  server, which without a warm-up comes before the server listens and logs an error; another hook
+  suppresses it.
 """
 
 import gc
@@ -17,7 +19,8 @@ import multiprocessing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# SGLang's function, the hook, its kind (BEFORE, AFTER or AROUND), and the problem without it.
+# A hook: name of SGLang's function, the function to be called, when it is called (BEFORE, AFTER or
+# AROUND SGLang's function), and the problem if the hook is missing, for error messages.
 Hook = tuple[str, Callable[..., Any], str, str]
 
 _ABORT = "sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request"
@@ -56,7 +59,7 @@ def no_detokenizer(
 ) -> tuple[list[Any], list[str]]:
     """Hook around the start of detokenizers: start none if the tokenizer is off.
 
-    Token ids reach the HTTP server without them.
+    Token ids reach the HTTP server without detokenizers.
     """
     if asked["server_args"].skip_tokenizer_init:
         return [], []
@@ -65,8 +68,8 @@ def no_detokenizer(
 
 def forked(original: Callable[..., Any], engine: Any, *args: Any, **asked: Any) -> Any:
     """Hook around the start of schedulers on CPU: fork them instead of spawning them."""
-    # Exempt existing objects from garbage collection. A collection in the new process would write
-    # to their pages, which it shares with this process, and so copy the pages.
+    # Exempt existing objects from garbage collection. The new process shares their memory pages
+    # with this process. A collection would write to each page, and the system would then copy it.
     gc.freeze()
     before = multiprocessing.get_start_method()
     multiprocessing.set_start_method("fork", force=True)
@@ -77,7 +80,8 @@ def forked(original: Callable[..., Any], engine: Any, *args: Any, **asked: Any) 
 
 
 def frozen_already(_original: Callable[..., None], _server_args: Any) -> None:
-    """Hook around SGLang's request to freeze garbage collection, on CPU: does nothing."""
+    """Hook around SGLang's request to exempt objects from garbage collection, on CPU: do nothing,
+    because `forked` has done that."""
 
 
 def register(on_cpu: bool) -> None:

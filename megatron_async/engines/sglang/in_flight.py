@@ -1,13 +1,16 @@
-"""Hooks for weights that change under running requests, while SGLang computes one step ahead.
+"""Provides hooks that make weight updates correct while requests are running. SGLang computes one
+step ahead: it launches a decode step before it has processed the results of the step before.
 
 - Watchdog: SGLang kills a server whose scheduler has a batch and computes nothing for
-  `--watchdog-timeout` (300 s). A `retract` pause removes the batch, an `in_place` pause leaves it.
-  The update of a large model, or the restart of a trainer, may take longer than that. SGLang reads
-  the batch only for this check and for messages, and sets it again when generation continues.
-- Device: a step that was launched before the pause may still read the weights.
-- Versions: the tokens of that step are added after the weights have changed. SGLang counts a
-  request's tokens when the weights change, and would label these tokens with a version that did not
-  compute them.
+  `--watchdog-timeout` (300 s). During an `in_place` pause the scheduler keeps its batch, and the
+  update of a large model or the restart of a trainer may take longer than the timeout. The hook
+  removes the reference to the batch that the watchdog reads. SGLang uses it only for this check and
+  for messages, and sets it again when generation continues.
+- Device: a step that was launched before the pause may still read the weights on the device, so the
+  hook waits until it is finished.
+- Versions: SGLang records, when the weights change, how many tokens each request has, and labels
+  later tokens with the new version. The token of the step that was launched before is added later,
+  but the old version computed it. The hook corrects the number.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ CHANGE = "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change"
 
 
 def _ahead(scheduler: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the batches whose results wait to be processed, with their results."""
+    """Yield each batch that was launched and whose results are not processed yet, with its
+    results."""
     yield from getattr(scheduler, "result_queue", ())
 
 
@@ -34,8 +38,8 @@ def after_pause(result: Any, scheduler: Any, recv_req: Any) -> None:
 
 
 def around_change(original: Callable[..., None], scheduler: Any, new_version: str | None) -> None:
-    """Hook around a change of weights: label tokens that were computed ahead with the old
-    version."""
+    """Hook around a change of weights: label tokens that were computed before it, but are not added
+    to their requests yet, with the old version."""
     from sglang.srt.runtime_context import get_serving
     from sglang.srt.utils.weight_versions import WeightVersionEvent
 
@@ -49,6 +53,7 @@ def around_change(original: Callable[..., None], scheduler: Any, new_version: st
                 continue  # This step adds no token to the request.
             events = req.weight_version_events
             if events and events[-1].old_version == old:
-                # SGLang has recorded a span that lacks the token of this step; replace it.
+                # SGLang has just recorded the end of the old version without the token of this
+                # step; replace the record.
                 events.pop()
             events.append(WeightVersionEvent(old, len(req.output_ids) + 1))

@@ -1,17 +1,19 @@
 """Separates cached prompt prefixes of different policy versions, inside SGLang's scheduler.
 
-With `kv: keep` an update does not flush the prefix cache, because running requests keep their
-cache. SGLang would then give a *new* request the KV that older weights have computed for the same
-prompt, and its log-probs would differ by nats from those of the version that it is labeled with.
-SGLang separates prefixes by a request's `cache_salt`; here the salt is the version of the weights.
+With `kv: keep` a weight update does not flush the KV cache, so that running requests can keep
+theirs. SGLang would then reuse, for a *new* request, the KV that older weights have computed for
+the same prompt. The request's log-probs would differ by nats from those of the version with which
+its tokens are labeled. SGLang reuses KV only between requests with the same `cache_salt`, so the
+salt is set to the version of the weights.
 
 The scheduler sets the salt, not the client. A request may wait in the engine's queue after it was
 sent and before its prefix is looked up, and the weights may change in the meantime.
 
 Invariants
-- A waiting request, whether new or sent back to the queue, has the salt of the current weights.
-- A running request keeps the salt that it started with. The KV that it leaves in the cache was
-  computed by several versions, and no later request finds it.
+- A waiting request, whether it is new or was moved back to the queue, has the current version as
+  its salt.
+- A running request keeps the salt that it started with. After an update, the KV that it leaves in
+  the cache was computed by several versions. No later request has the old salt, so none reuses it.
 - Requests under the same version share prefixes, for example the members of a group.
 """
 
@@ -33,9 +35,7 @@ def before_queue(scheduler: Any, req: Any, is_retracted: bool = False) -> None:
 
 
 def after_change(result: Any, scheduler: Any, new_version: str | None) -> None:
-    """Hook after a change of weights: set the salt of all waiting requests to the new version.
-
-    They have computed nothing with the old weights.
-    """
+    """Hook after a change of weights: set the salt of all waiting requests to the new version,
+    because no KV was computed for them with the old weights."""
     for req in scheduler.waiting_queue:
         req.cache_salt = _version()

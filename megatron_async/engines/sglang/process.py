@@ -8,11 +8,13 @@ simulated`).
 
 Invariants
 - A server has its own process group. `stop` returns when no process of the group exists. If the
-  process that started the server dies without `stop`, the server ends itself (a lifeline).
-- `start` waits at most `engines.start_timeout_seconds`, and detects at once if the server process
-  ends. Both failures raise a ComponentFailure that quotes the cause from the log.
-- No port is fixed: the kernel chooses a free one. If another process takes it during the start, the
-  start is repeated with another port.
+  process that started the server dies without `stop`, the server ends itself: it holds one end of a
+  pipe (a lifeline), which closes with that process.
+- `start` raises a ComponentFailure if the server is not ready after
+  `engines.start_timeout_seconds`, and at once if its process ends. The message quotes the end of
+  the log.
+- The port is chosen by the kernel among the free ports. If another process takes it during the
+  start, the start is repeated with another port.
 """
 
 import contextlib
@@ -63,7 +65,8 @@ NO_VERSION = PolicyVersion(-1, 0)
 
 
 def resolve_device(settings: EngineConfig) -> str:
-    """Return `cpu` or `cuda`: `auto` is cuda if torch sees a GPU. A simulated engine uses `cpu`."""
+    """Return the device of an engine, `cpu` or `cuda`. The setting `auto` means `cuda` if torch
+    sees a GPU. A simulated engine always uses `cpu`."""
     if settings.kind == "simulated":
         return "cpu"
     if settings.device != "auto":
@@ -72,7 +75,8 @@ def resolve_device(settings: EngineConfig) -> str:
 
 
 def resolve_dtype(settings: EngineConfig, device: str) -> str:
-    """Return the dtype of the weights: unless it is set, float32 on CPU and bfloat16 on GPU."""
+    """Return the dtype of an engine's weights. The setting `auto` means float32 on CPU and bfloat16
+    on GPU."""
     if settings.dtype != "auto":
         return settings.dtype
     return "float32" if device == "cpu" else "bfloat16"
@@ -87,16 +91,16 @@ def server_command(
 ) -> list[str]:
     """Return the command line of one server.
 
-    Token ids are sent and received, so SGLang's tokenizer and detokenizer are off. In half
-    precision the logits of the head stay in float32, as in the trainer.
+    Requests and replies contain token ids, so SGLang's tokenizer and detokenizer are off. With
+    weights in half precision, the logits are computed in float32 all the same, as in the trainer.
 
     Args:
         settings: Settings of the engines.
         model_path: Directory of the model.
         port: Port on which the server listens.
         device: `cpu` or `cuda`.
-        awaits_weights: Whether the server is not used before an update has replaced all weights.
-            Then it reads no weights from the model's files on a GPU.
+        awaits_weights: Whether the server is used only after an update has replaced all weights. On
+            a GPU it then starts with arbitrary weights, and so faster.
     """
     dtype = resolve_dtype(settings, device)
     command = [
@@ -119,9 +123,10 @@ def server_command(
     if dtype != "float32":
         command.append("--enable-fp32-lm-head")
     if device == "cpu":
-        # Without this option an idle scheduler polls without pause and uses the trainer's cores.
+        # Without `--sleep-on-idle` an idle scheduler polls without pause and uses the trainer's
+        # cores.
         command += ["--attention-backend", CPU_ATTENTION_BACKEND, "--sleep-on-idle"]
-        # The warm-up would take 2 s and is useless, because nothing is compiled.
+        # The warm-up would take 2 s, and it is useless on CPU, where nothing is compiled.
         command += ["--skip-server-warmup"]
     if settings.max_total_tokens is not None:
         command += ["--max-total-tokens", str(settings.max_total_tokens)]
@@ -141,7 +146,7 @@ def server_command(
 
 
 def _override(settings: EngineConfig, model_path: Path) -> dict[str, Any]:
-    """Return the settings that replace those of the model's config.json in SGLang."""
+    """Return the entries that SGLang is to use instead of those in the model's config.json."""
     override: dict[str, Any] = {}
     if (model_path / "config.json").is_file():
         context = yarn_context(read_config_json(model_path))
@@ -151,7 +156,8 @@ def _override(settings: EngineConfig, model_path: Path) -> dict[str, Any]:
         from megatron_async.models.families import read_architecture
         from megatron_async.weight_sync.quantize import quantization_config
 
-        # The directory has no fp8 weights; the first update brings them, like every version.
+        # SGLang must create fp8 parameters although the model directory has none. The first update
+        # brings their weights.
         override["quantization_config"] = quantization_config(read_architecture(model_path))
     return override
 
@@ -159,12 +165,12 @@ def _override(settings: EngineConfig, model_path: Path) -> dict[str, Any]:
 def server_environment(
     settings: EngineConfig, device: str, gpus: Sequence[str] | None, base: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment of one server: offline, a cheap health check, one thread per rank on
-    CPU.
+    """Return the environment variables of one server. They forbid downloads, make the health check
+    cheap, and on CPU limit each rank to one thread.
 
-    It contains nothing that changes sampling or log-probs. The communication settings are the same
-    as in the trainer (`engines.nodes`). The key is in the environment because every user of the
-    machine can read command lines.
+    Variables in `base` that would change sampling or log-probs are removed. The communication
+    settings are the same as in the trainer (`engines.nodes`). The API key is passed here and not on
+    the command line, because every user of the machine can read command lines.
     """
     environment = without_breaking_variables(base)
     local = is_loopback(settings.host)
@@ -174,18 +180,22 @@ def server_environment(
     environment[KEY_VARIABLE] = settings.api_key
     environment["HF_HUB_OFFLINE"] = "1"
     environment["PYTHONUNBUFFERED"] = "1"
-    # With generation, /health would not reply while the engine is paused.
+    # By default, SGLang's /health generates a token, so it would not reply while the engine is
+    # paused.
     environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
-    # Without this package SGLang would import all of its models at each start.
+    # With this package of model classes, SGLang need not import all of its own models at each
+    # start.
     environment.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", models.__name__)
     if device == "cpu":
         environment[CPU_VARIABLE] = "1"
-        # More threads compete with the server's own processes: 150 -> 8 tokens/s at concurrency 1.
+        # More threads would compete with the server's other processes: with them, the speed at one
+        # running request was measured to fall from 150 to 8 tokens/s.
         environment["OMP_NUM_THREADS"] = "1"
         environment["CUDA_VISIBLE_DEVICES"] = ""
-        # KV tokens reserved for each new request; SGLang's default is 4096. With 256, 96 requests
-        # of up to 1,900 tokens run at once in 65,536 KV tokens, instead of 34. If responses fill
-        # the cache, SGLang retracts some of them.
+        # Number of response tokens for which SGLang reserves space in the KV cache when it starts a
+        # request; its default is 4096. With 256, 96 requests of up to 1,900 tokens run at once in
+        # 65,536 KV tokens, instead of 34. If responses fill the cache, SGLang moves some requests
+        # back to its queue.
         environment.setdefault("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "256")
         if settings.tensor > 1:
             cores = [str(core % (os.cpu_count() or 1)) for core in range(settings.tensor)]
@@ -196,18 +206,19 @@ def server_environment(
 
 
 def rendezvous_of_ranks(settings: EngineConfig, directory: Path, port: int) -> dict[str, str]:
-    """Return the environment with which the ranks of a server form their process group through a
-    file.
+    """Return environment variables with which the tensor-parallel ranks of a server form their
+    process group through a file.
 
-    SGLang's own store listens on every interface, without a key. An engine that other machines can
-    reach uses that store, and this function returns nothing. Several ranks were tried on CPUs only.
+    By default, SGLang's ranks meet through a TCP store that listens on every interface without a
+    key, which a file avoids. For an engine that other machines can reach, the result is empty, and
+    SGLang uses its store. Several ranks were tried on CPUs only.
     """
     if not is_loopback(settings.host):
         return {}
     return {
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{directory}/ranks",
-        # Without the address of a store, SGLang derives names of shared memory from these
-        # variables.
+        # SGLang derives names of shared memory from these variables if there is no address of a
+        # store.
         "MASTER_ADDR": settings.host,
         "MASTER_PORT": str(port),
     }
@@ -229,7 +240,7 @@ def simulated_command(settings: EngineConfig, model_path: Path, port: int) -> li
 class SGLangProcess:
     """An SGLang server process. Its methods block, and it is not thread-safe.
 
-    `awaits_weights` is explained in `server_command`.
+    `awaits_weights` says whether the server is used only after an update has replaced all weights.
     """
 
     model_path: Path
@@ -330,8 +341,8 @@ class SGLangProcess:
                 call(address, "GET", "health", None, _HEALTH_SECONDS, self.settings.api_key)
                 self._url = url
                 return
-            # If its port is taken, SGLang may continue to run without ever listening; report that
-            # at once.
+            # A SGLang server whose port is taken may continue to run without ever listening. Report
+            # that now instead of waiting for the time limit.
             if _port_taken(server):
                 raise ComponentFailure(
                     f"another process has taken the port of the inference server{server.why()}"
@@ -345,5 +356,6 @@ class SGLangProcess:
 
 
 def _port_taken(server: ChildProcess) -> bool:
-    """Return whether the log shows that a port was taken: the server's own or an internal one."""
+    """Return whether the end of the log shows that another process has taken a port of the server:
+    its HTTP port or an internal port."""
     return _PORT_TAKEN in server.output()[-TAIL_CHARACTERS:].lower()

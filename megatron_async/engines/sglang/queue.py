@@ -1,17 +1,19 @@
-"""Lets urgent requests run before others in SGLang's queue.
+"""Provides a hook that moves urgent requests to the front of SGLang's queue.
 
-Requests that verify an engine after an update must not wait behind the queue of a full engine: the
-trainer waits for them, and so do the tokens that the engine generates in the meantime. SGLang's own
-priorities would sort the queue at every step.
+Requests by which an engine is verified after a weight update are urgent: the trainer waits for
+their results, and all tokens that the engine generates meanwhile are stored only after them.
+SGLang's own priorities are not used, because with them it would sort the queue at every step.
 
 Invariants
-- An urgent request runs before every other waiting request. Running requests are not affected.
+- An urgent request is started before every other waiting request. Running requests are not
+  affected.
 """
 
 from typing import Any
 
 QUEUE = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
-# `priority` of urgent requests; SGLang ignores it without --enable-priority-scheduling.
+# Value of the field `priority` in urgent requests. SGLang itself ignores this field without
+# --enable-priority-scheduling.
 URGENT = 1
 
 
@@ -23,6 +25,6 @@ def after_queue(result: Any, scheduler: Any, req: Any, is_retracted: bool = Fals
     waiting = scheduler.waiting_queue
     if req.priority == URGENT and waiting and waiting[-1] is req:
         waiting.insert(0, waiting.pop())
-        # The flag says that the first request of the queue did not fit. Reset it, because this
-        # request may be shorter.
+        # The flag says that the request that was first in the queue did not fit into the KV cache.
+        # Reset it, because the new first request may be shorter.
         scheduler.running_batch.batch_is_full = False

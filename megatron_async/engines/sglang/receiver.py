@@ -1,12 +1,14 @@
-"""Adds an endpoint to SGLang's server that makes published weights complete on its machine.
+"""Adds an endpoint to SGLang's server that builds the complete weights of a published version on
+the server's machine. A version is published as a directory that may have only its differences from
+the previous version.
 
     POST /receive_weights {"directory", "version", "full"}
-        200 {"path", "bytes"}   the version is in `path`; nothing was loaded yet
-        409                     the differences are not sufficient: call again with "full": true
-        400                     the version cannot be made complete
+        200 {"path", "bytes"}   the complete version is in the directory `path`, not loaded yet
+        409                     the previous version is missing: call again with "full": true
+        400                     the complete version cannot be built
 
-The server's key protects it like all endpoints. The transport `delta` calls it and then lets SGLang
-load the weights from `path`.
+Like all endpoints, it requires the server's API key. The weight transport `delta` calls it and then
+lets SGLang load the weights from `path`.
 """
 
 import asyncio
@@ -44,7 +46,7 @@ def answer(receiver: WeightReceiver, body: dict[str, Any]) -> tuple[HTTPStatus, 
 
 @contextmanager
 def receiver_of(app: FastAPI) -> Iterator[None]:
-    """Add the endpoint to `app`; received weights are removed at the end of the block."""
+    """Add the endpoint to `app`; remove received weights at the end of this block."""
     receiver: WeightReceiver | None = None
     root: Path | None = None
     one_at_a_time = asyncio.Lock()

@@ -26,13 +26,14 @@ def in_two_draws(
     sampling_seed: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Hook around SGLang's sampling function: return one token id for each row, int32 [S]."""
+    """Hook around SGLang's sampling function: draw one token id for each row of `probs_SV`; return
+    int32 [S]."""
     if sampling_seed is not None:
         return original(probs_SV, sampling_seed, positions)
     blocks_SBW = pad(probs_SV, (0, -probs_SV.shape[1] % _WIDTH)).unflatten(1, (-1, _WIDTH))
     block_S = _draw(blocks_SBW.sum(-1, dtype=torch.float32))
     token_S = _draw(blocks_SBW[torch.arange(len(block_S)), block_S])
-    # A row of zeros or NaN, which has no valid token, gets the last token.
+    # A row of zeros or NaN has no valid token. Give it the last token instead of an invalid id.
     return (block_S * _WIDTH + token_S).clamp_(max=probs_SV.shape[1] - 1).to(torch.int32)
 
 

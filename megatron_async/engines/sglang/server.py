@@ -1,22 +1,24 @@
 """Runs SGLang's HTTP server with the additions that training needs.
 
 Start it with `python -m megatron_async.engines.sglang.server`; it takes SGLang's command line
-unchanged. The additions apply to the server and to every process that it starts. (A spawned process
-imports the main module first, so the module level installs them; a forked process inherits them.)
+unchanged. The additions apply to the server and to every process that it starts. They are installed
+when this module is imported as the main module, which also happens first in a spawned process; a
+forked process inherits them.
 
 - `--device cpu`: stand-ins for GPU packages, the attention backend `torch_batched`, faster matrix
   products on AMD processors, faster sampling (sampling.py).
 - Every streamed chunk has the version of each of its tokens (`meta_info.weight_versions`). SGLang
-  itself reports them only in the last chunk, so that tokens around a weight update could not be
-  attributed. The hook uses SGLang's own plugin registry and its own function for these spans.
-- `POST /receive_weights` makes published weights complete on this machine, from their differences
-  to the previous version or from a whole copy (receiver.py).
-- The next bucket of broadcast weights is received while one is loaded (weight_updater.py).
+  itself reports them only in the last chunk, so it would be unknown which version made the tokens
+  around a weight update until then.
+- `POST /receive_weights` builds the complete weights of a published version on this machine, from
+  their differences to the previous version or from a whole copy (receiver.py).
+- While a bucket of weights (tensors that are broadcast together) is loaded, the next bucket is
+  received already (weight_updater.py).
 - No request reuses a prompt prefix that older weights have computed (prefix.py).
-- The requests by which the trainer verifies this engine after a weight update run before all other
+- The requests by which this engine is verified after a weight update are started before all other
   waiting requests (queue.py).
-- Weights may change in place in spite of SGLang's overlap scheduler and its watchdog
-  (in_flight.py).
+- Weights may change while requests are running, in spite of SGLang's overlap scheduler, which
+  computes one step ahead, and its watchdog (in_flight.py).
 - A lifeline: the server ends itself and all its processes at once when the process that started it
   ends or closes the lifeline. (SGLang itself checks for SIGTERM only every five seconds.)
 - The server starts faster, and aborts can be repeated (hooks.py).
@@ -38,12 +40,15 @@ from typing import Any
 from megatron_async.process_backends.child_process import hold_lifeline
 from megatron_async.runtime.garbage_collection import gc_disabled
 
-# Passes the server's key, because every user of a machine can read command lines.
+# Environment variable with the server's API key. It is not on the command line, because every user
+# of a machine can read command lines.
 KEY_VARIABLE = "MEGATRON_ASYNC_ENGINE_KEY"
 CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
-# Names the server's own directory, which is removed with the server.
+# Environment variable with a directory for temporary files of this server, which is removed with
+# the server.
 DIRECTORY_VARIABLE = "MEGATRON_ASYNC_ENGINE_DIRECTORY"
-# Defined here, so that processes that only start servers need not import torch.
+# Defined here and not in attention.py, so that processes that only start servers need not import
+# torch.
 CPU_ATTENTION_BACKEND = "torch_batched"
 _ACCEPT = (
     "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept"
@@ -55,8 +60,8 @@ _LOADS = "sglang.srt.managers.load_snapshot.shm_path_for"
 def _report_versions_of_unfinished(result: Any, accumulator: Any, *, req: Any) -> None:
     """Hook after SGLang has added a request's output to a batch: set the versions of its tokens.
 
-    SGLang only sets them for a finished request. The spans are counted from the request's first
-    token, as in the final chunk.
+    SGLang itself sets them only for a finished request. As in its final chunk, the versions are
+    given as spans of tokens whose positions are counted from the request's first token.
     """
     from sglang.srt.utils.weight_versions import compute_weight_version_spans
 
@@ -70,8 +75,8 @@ def _report_versions_of_unfinished(result: Any, accumulator: Any, *, req: Any) -
 
 
 def _import_dumper() -> None:
-    """Import SGLang's tensor dumper without megatron-core, which it would import and no engine
-    needs."""
+    """Import SGLang's module for dumping tensors while megatron-core cannot be imported. That
+    module would import megatron-core, which no engine needs."""
     if "megatron.core" in sys.modules:
         return
     sys.modules["megatron.core"] = None  # type: ignore[assignment]
@@ -85,7 +90,7 @@ def _loads_in_own_directory(original: Callable[[str], str], name: str) -> str:
     """Hook around SGLang's choice of the path of a file in which a scheduler reports its load: put
     the file into the server's own directory.
 
-    SGLang would use /dev/shm, which is memory.
+    SGLang would put it into /dev/shm, where a killed server would leave it in memory.
     """
     path = original(name)
     return str(Path(os.environ.get(DIRECTORY_VARIABLE) or "/dev/shm", Path(path).name))
@@ -142,18 +147,19 @@ def _remove_files() -> None:
 
 
 def take_key() -> str:
-    """Remove the server's key from the environment and return it; child processes do not inherit
-    it."""
+    """Remove the server's API key from the environment, so that child processes do not inherit it;
+    return it."""
     return os.environ.pop(KEY_VARIABLE, "")
 
 
 def main() -> None:
     """Run the server until a signal stops it."""
-    # Ignore an inherited directory for metrics, so that SGLang creates its own.
+    # Delete an inherited setting of the directory for metrics, so that SGLang creates a separate
+    # one.
     os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
     hold_lifeline(_remove_files)
     key = take_key()
-    # Passed as one argument, because a key may begin with a dash.
+    # The key is passed in one argument with its option, because it may begin with a dash.
     arguments = sys.argv[1:]
     if key:
         arguments.append(f"--api-key={key}")

@@ -1,16 +1,19 @@
-"""Converts SGLang's reports about a running request to token chunks; pure, without sockets.
+"""Converts SGLang's reports about a running request to token chunks, without I/O.
 
 Invariants
 - Tokens are counted: `completion_tokens` of a report is the total number of the request's tokens,
   and only tokens beyond those already seen are new. (SGLang repeats the last token when a request
   is aborted in the queue.)
-- A token id is an integer that its log-prob is labeled with; a log-prob is a number.
-- Each chunk has one version. A report across a weight update becomes several chunks.
+- A token id is an integer, and a log-prob is a number. SGLang sends each log-prob with the id of
+  its token; a report in which the two ids differ is refused.
+- All tokens of a chunk have one policy version. A report with tokens from before and after a weight
+  update becomes several chunks.
 - Every report has the id of the request and the number of its prompt tokens. Only the report of a
   request that was aborted in the queue lacks that number.
-- An event is at most as large as a report of the whole response (`most_bytes`).
-- Every report has the version of each new token. The report of a request that was aborted in the
-  queue has no version and no tokens.
+- A report is refused if it has more bytes than a report of the whole response may have
+  (`most_bytes`).
+- Every report has the version of each new token. Only the report of a request that was aborted in
+  the queue lacks versions; it has no tokens.
 """
 
 import re
@@ -31,50 +34,53 @@ _ENDS = ("stop", "length", "abort")
 # Both numbers have at most 12 digits, so that they fit into the integer columns of a token report.
 _VERSION = re.compile(r"-?\d{1,12}\.\d{1,12}", re.ASCII)
 _FIRST_ERROR_STATUS = 400
-# Bad request, content too large, unprocessable content. Other statuses (a missing key or path, too
-# many requests, errors of the server) do not concern the request itself.
+# HTTP statuses that mean that the request itself is invalid: bad request, content too large,
+# unprocessable content. Other statuses (a missing key or path, too many requests, errors of the
+# server) are not caused by the request itself.
 _REFUSAL_STATUSES = (400, 413, 422)
 
 _BYTES_OF_A_REPORT = 1 << 20
-# Allowance for one token. SGLang's JSON has about 45 bytes: id, log-prob, and the id again.
+# Upper bound of the size of one token in a report. SGLang's JSON has about 45 bytes per token: its
+# id, its log-prob, and the id again.
 _BYTES_OF_A_TOKEN = 128
 _LONGEST_REASON = 500
 _MALFORMED = (KeyError, IndexError, TypeError, AttributeError, ValueError)
 
 
 class BadReport(ValueError):
-    """SGLang's reply does not have the expected form, or is an error; the exception contains the
-    reason."""
+    """Error for a reply of SGLang that does not have the expected form or is itself an error; the
+    message contains the reason."""
 
     def __init__(self, reason: str) -> None:
-        """Shorten `reason` to one line of limited length, because it may quote anything that the
-        engine sent."""
+        """Create the error with `reason` shortened to one line of limited length, because it may
+        quote anything that the engine sent."""
         super().__init__(" ".join(reason[:_LONGEST_REASON].split()))
 
 
 class Refusal(BadReport):
-    """Error of a request that SGLang rejects as invalid; the exception contains the reason."""
+    """Error for a request that SGLang rejects as invalid; the message contains the reason."""
 
 
 def refusal_of(status: int, message: str, retryable: bool = False) -> BadReport:
-    """Return the error for an HTTP status: `Refusal` if the request itself is invalid, else
-    `BadReport`."""
+    """Return the error for an HTTP status: `Refusal` if the status means that the request itself is
+    invalid, otherwise `BadReport`. With `retryable`, it is always `BadReport`."""
     if status in _REFUSAL_STATUSES and not retryable:
         return Refusal(f"the engine rejected it with status {status}: {message}")
     return BadReport(f"status {status}: {message}")
 
 
 def most_bytes(request: GenerationRequest) -> int:
-    """Return an upper bound for the size of one report, in bytes."""
+    """Return an upper bound for the size of one report about `request`, in bytes."""
     return _BYTES_OF_A_REPORT + _BYTES_OF_A_TOKEN * request.max_new_tokens
 
 
 @dataclass
 class StreamDecoder:
-    """Converts the reports of one streamed request, in order, to chunks.
+    """Converts SGLang's reports about one streamed request, in their order, to chunks of tokens.
 
-    `wire_id` is the id of the request on the server. The client changes it when it sends the
-    request again on another connection.
+    `wire_id` is the id with which the request was sent to the server. The client changes it when it
+    sends the request again on another connection. `received` is the number of tokens received so
+    far.
     """
 
     request: GenerationRequest
@@ -97,12 +103,13 @@ class StreamDecoder:
             raise BadReport(f"{len(self._rest)} bytes arrived without the end of a report")
 
     def feed(self, report: Mapping[str, Any]) -> list[TokenChunk]:
-        """Return the chunks that `report` contains; if it is the final report, its last chunk has
-        `end`.
+        """Return the new tokens in `report` as chunks. If it is the final report, its last chunk
+        has `end` set.
 
         Raises:
             Refusal: If it is an error report that rejects the request.
-            BadReport: If it is another error report, lacks tokens or log-probs, or is no report.
+            BadReport: If it is another error report, lacks tokens or log-probs, or does not have
+                the form of a report.
         """
         try:
             return self._feed(report)
@@ -129,7 +136,8 @@ class StreamDecoder:
         spans = meta.get("weight_versions")
         if spans is None and end == "abort":
             spans = [{"version": meta["weight_version"], "start": 0, "end": 0}]
-        # At most 1e6 seconds, so that the time fits into the column of a token report.
+        # Limited to 1e6 seconds, so that the time in microseconds fits into the integer column of a
+        # token report.
         waited = min(max(0.0, float(meta.get("queue_time") or 0.0)), 1e6)
         return self._chunks(token_ids, logprobs, spans, end, waited)
 
@@ -148,7 +156,8 @@ class StreamDecoder:
                 f"{new} new tokens were announced, but {len(token_ids)} tokens and "
                 f"{len(entries)} log-probs arrived"
             )
-        # Earlier tokens in the report must have been reported before; otherwise the count is wrong.
+        # If the report repeats earlier tokens, they must equal the tokens received last; otherwise
+        # the announced number of new tokens is wrong.
         known = every[:-new]
         size = min(len(known), len(self._newest))
         if known and not aborted and (not size or known[-size:] != self._newest[-size:]):
@@ -186,11 +195,11 @@ class StreamDecoder:
 
 
 def _check_values(token_ids: list[Any], logprobs: list[Any], labels: list[Any]) -> None:
-    """Check the types of new tokens and log-probs, and the token that each log-prob is labeled
-    with.
+    """Check the types of new tokens and log-probs, and that the token id sent with each log-prob
+    (`labels`) is that of its token.
 
     Raises:
-        BadReport: If one of them is wrong.
+        BadReport: If a type or a token id is wrong.
     """
     types = set(map(type, token_ids)) == {int} and set(map(type, logprobs)) <= {float, int}
     if types and token_ids == labels:
@@ -248,8 +257,8 @@ def _error_of(error: Any) -> BadReport:
 
 
 def events_of(buffer: bytearray, data: bytes) -> list[bytes]:
-    """Return the payloads of the server-sent events that `data` completes; the rest stays in
-    `buffer`."""
+    """Append `data` to `buffer`, and remove and return the payloads of all server-sent events that
+    are complete. An incomplete event stays in `buffer`."""
     buffer += data
     *complete, rest = bytes(buffer).split(b"\n\n")
     buffer[:] = rest
@@ -257,8 +266,8 @@ def events_of(buffer: bytearray, data: bytes) -> list[bytes]:
 
 
 def sampling_params(request: GenerationRequest) -> dict[str, Any]:
-    """Return SGLang's `sampling_params` for a request; a response of fixed length has
-    `ignore_eos`."""
+    """Return SGLang's `sampling_params` for a request. With `ignore_eos`, no stop tokens are sent,
+    because the response has a fixed length."""
     settings: SamplingConfig = request.sampling
     params: dict[str, Any] = {
         "max_new_tokens": request.max_new_tokens,

@@ -1,19 +1,20 @@
-"""Simulates an engine without a server: deterministic tokens at a modeled speed, for fast tests.
+"""Simulates an engine without a server, for fast tests. It generates deterministic tokens at a
+speed that settings describe.
 
 It is an `EngineClient` on the event loop that behaves like SGLang as far as the rollout driver can
 observe: chunks, versions, aborts, pause modes, a queue, and death at any moment.
 
 Invariants
 - A token depends on the seed, the previous token, its position, and the request's stop tokens and
-  `ignore_eos`. So a response that was aborted and resumed equals one that was not, whatever the
-  versions.
+  `ignore_eos`. So a response that was aborted and resumed has the same tokens as one that was not,
+  whatever the policy versions are.
 - A stop token is the last token of its response, except with `ignore_eos`.
 - With `ignore_eos` a response has exactly `max_new_tokens` tokens.
 - All running requests advance together, one token per step of `seconds_per_step(running)`.
 - A full KV cache moves the newest running requests back to the queue. Only that counts as a
   preemption; a `retract` pause does not, as in SGLang.
-- An abort of a running request takes effect at the next step, and so never while the engine is
-  paused in place.
+- An abort of a running request takes effect at the next decode step. While the engine is paused in
+  place there is no step, so the request ends when the engine continues.
 - After `crash` every call and every stream raises EngineError, until `restart`.
 """
 
@@ -44,7 +45,8 @@ class SimulatedEngineModel:
     A step takes `step_seconds` plus `seconds_per_request` times the number of running requests.
     Without `ignore_eos`, each token after the first ends the response with probability 1 /
     `mean_length`. `columns` are the dtypes of further values that the engine reports for each
-    token; every byte of such a value equals the lowest byte of the token's ID.
+    token, so that their transport can be tested; every byte of such a value equals the lowest byte
+    of the token's id.
     """
 
     vocab_size: int = 128
@@ -66,7 +68,8 @@ class SimulatedEngineModel:
         """Return the token at `position`, counted from 0 in prompt and response together; it is
         never 0.
 
-        It is none of `stops` if there is another token, because stop tokens only end a response.
+        It is not in `stops` if the vocabulary has another token, because a stop token would end the
+        response.
         """
         choices = self.vocab_size - 1
         first = self._mix(previous, position) % choices
@@ -82,7 +85,8 @@ class SimulatedEngineModel:
         return -1.0 - (self._mix(token, position) % 1024) / 1024
 
     def _mix(self, a: int, b: int) -> int:
-        """Return SplitMix64 (Steele, Lea and Flood 2014) of the seed and two numbers."""
+        """Return a pseudorandom 64-bit number that depends on the seed, `a` and `b`, by SplitMix64
+        (Steele, Lea and Flood 2014)."""
         x = (self.seed * 0x9E3779B97F4A7C15 + a * 0xD1B54A32D192ED03 + b + 1) & _MASK
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -135,8 +139,8 @@ class SimulatedEngine:
     # ------------------------------------------------------------ control by tests
 
     def set_weights(self, version: PolicyVersion, weights: str = "") -> None:
-        """Use the weights of `version` from the next token on; `weights` stands for their
-        content."""
+        """Use the weights of `version` from the next token on. `weights` is a text that stands for
+        their content and determines the checksum."""
         self._require_alive("set_weights")
         for running in [*self._running.values(), *self._queued.values()]:
             self._emit(running, None)
@@ -272,7 +276,7 @@ class SimulatedEngine:
                 self._admit()
             if self._paused or not self._running:
                 self._work.clear()
-                await self._work.wait()  # `close` cancels this task.
+                await self._work.wait()  # This wait has no limit: `close` cancels this task.
                 continue
             await asyncio.sleep(self._model.seconds_per_step(len(self._running)))
             if not self._paused:
@@ -288,10 +292,10 @@ class SimulatedEngine:
             self._running[name] = self._queued.pop(name)
 
     def _preempt(self) -> None:
-        """Move the newest running requests back to the queue until the next step fits into the KV
-        cache.
+        """Move the newest running requests back to the queue until the tokens of the next decode
+        step fit into the KV cache.
 
-        One request always stays running.
+        The oldest running request always continues, even if it does not fit.
         """
         while len(self._running) > 1 and not self._fits(0):
             name, newest = self._running.popitem()

@@ -4,14 +4,16 @@
 
 It implements the endpoints that `sglang/client.py` and the weight transports call, so that a whole
 process tree (manager, hosts, HTTP, torchrun) starts, dies and restarts in seconds. The tokens are
-those of `SimulatedEngine`. They depend only on the prompt, so tokens that were lost, duplicated or
-mixed up anywhere are visible in the text.
+those of `SimulatedEngine`. They depend only on the prompt and the settings, so a test can see in
+the tokens whether any were lost, duplicated or mixed up.
 
 Invariants
 - Neither torch nor SGLang is imported, so a start takes as long as importing aiohttp.
-- Weights are received but not used. The checksum is over the received bytes, the version applies
-  from the next token on, and parameter names are those of the model directory.
-- The server ends when the process that started it ends (a lifeline).
+- Weights are received but not used. The reported checksum is computed from the received bytes, a
+  new version labels tokens from the next token on, and the reported parameter names are read from
+  the model directory.
+- The server ends when the process that started it ends: it holds one end of a pipe (a lifeline),
+  which closes with that process.
 """
 
 import argparse
@@ -99,7 +101,8 @@ class SimulatedServer:
         self._running: set[str] = set()
 
     def application(self) -> web.Application:
-        """Return an application with all routes, which require the key if there is one."""
+        """Return an aiohttp application with all endpoints. They require the API key if the
+        settings have one."""
 
         @web.middleware
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -195,7 +198,8 @@ class SimulatedServer:
         body = await request.json()
         if body.get("abort_all"):
             await self._engine.abort([*self._running])
-        elif body["rid"] in self._running:  # Like SGLang, ignore unknown ids and match by prefix.
+        # Like SGLang, ignore unknown ids, and abort every request whose id starts with a known id.
+        elif body["rid"] in self._running:
             prefix = str(body["rid"])
             await self._engine.abort([name for name in self._running if name.startswith(prefix)])
         return web.json_response({})
@@ -265,8 +269,9 @@ def _generation_request(body: dict[str, Any]) -> GenerationRequest:
 
 
 def _report(request: GenerationRequest, chunk: TokenChunk, before: int) -> dict[str, Any]:
-    """Return the event for a chunk, in the format of SGLang with
-    `--incremental-streaming-output`."""
+    """Return the report for a chunk in the JSON form of SGLang with
+    `--incremental-streaming-output`: only the new tokens. `before` is the number of earlier tokens
+    of the response."""
     total = before + len(chunk.token_ids)
     ids = chunk.token_ids.tolist()
     logprobs = chunk.logprobs.tolist()

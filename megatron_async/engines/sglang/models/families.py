@@ -1,4 +1,4 @@
-"""Lists SGLang's classes for the families in `megatron_async.models.families`."""
+"""Lists SGLang's model classes for the model families in `megatron_async.models.families`."""
 
 from sglang.srt.models.gemma3_causal import Gemma3ForCausalLM
 from sglang.srt.models.llama import LlamaForCausalLM
