@@ -1,4 +1,5 @@
-"""Runs one stage of a pipeline on a background thread, so that two buckets are processed at a time.
+"""Runs one step of the processing of weights on a background thread, so that two buckets (tensors
+that are sent together) are processed at the same time.
 
 While one bucket is sent, written or loaded on that thread, the caller gathers the next one:
 
@@ -7,8 +8,8 @@ While one bucket is sent, written or loaded on that thread, the caller gathers t
             ahead.put(bucket)
 
 Invariants
-- Items are processed in order, one at a time. At most two exist: the one that is processed, and the
-  next one, which the caller makes.
+- Items are processed in order, one at a time. At most two exist: one that is being processed, and
+  one that the caller is making meanwhile.
 - An error of the work is raised by the next `put` or at the end of the block, unless the block ends
   with another exception.
 """
@@ -22,9 +23,9 @@ Item = TypeVar("Item")
 
 
 class BackgroundStage(Generic[Item]):
-    """Runs `work(item)` on its own thread for one item after the other.
+    """Runs `work(item)` on a separate thread, for one item after the other.
 
-    `busy_seconds` is the total time that the thread has worked.
+    `busy_seconds` is the total time in seconds that the thread has spent in `work`.
     """
 
     def __init__(self, work: Callable[[Item], object]) -> None:
@@ -34,8 +35,8 @@ class BackgroundStage(Generic[Item]):
         self.busy_seconds = 0.0
 
     def put(self, item: Item) -> None:
-        """Wait until the previous item is done, and raise its error if it failed; then start with
-        `item`."""
+        """Wait until the previous item is processed, and raise its error if it failed. Then start
+        to process `item` and return."""
         self.wait()
         self._running = self._pool.submit(self._timed, item)
 
@@ -47,7 +48,8 @@ class BackgroundStage(Generic[Item]):
                 # No time limit is needed here, because the work has one.
                 running.result()
         finally:
-            # Otherwise an error of the work, this frame and the item form a reference cycle.
+            # An error of the work refers to this frame and the item. Without `del`, they would form
+            # a reference cycle, which keeps the item in memory.
             del running
 
     def _timed(self, item: Item) -> None:

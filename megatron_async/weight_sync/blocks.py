@@ -4,17 +4,19 @@ checksum.
     delta = encode(base, new)
     apply(base, delta) == new          # or DeltaError
 
-The difference contains only blocks that differ, as their exclusive-or with the base, all low bytes
-before all high bytes. An optimizer step mostly changes the last bits of a bfloat16 number, so
-nearly all of the high bytes are zero, and zstd compresses them well.
+The difference contains only blocks that differ, each as the exclusive-or of old and new bytes. Of
+all 2-byte numbers in these blocks, the low bytes come first and then the high bytes. An optimizer
+step mostly changes the last bits of a bfloat16 number, so nearly all of the high bytes are zero,
+and zstd compresses them well.
 
     magic (8) | length (8) | block size (4) | changed blocks (4) | SHA-256 of the new bytes (32)
     | zstd( bit of each block | exclusive-or of the tail | low bytes | high bytes )
 
 Invariants
-- `apply` returns exactly the bytes that `encode` was given, or raises DeltaError. The SHA-256
-  detects a damaged difference, another base, and a damaged base.
-- No more bytes are decompressed than the sizes in the header allow.
+- `apply` returns exactly the bytes that `encode` was given, or raises DeltaError. The SHA-256 of
+  the new bytes detects a damaged difference, a damaged base, and a base to which the difference
+  does not belong.
+- At most as many bytes are decompressed as follow from the sizes in the header.
 """
 
 import hashlib
@@ -34,7 +36,7 @@ Buffer = bytes | bytearray | memoryview | mmap.mmap | _Bytes
 
 
 class DeltaError(ValueError):
-    """A difference cannot be applied to this base."""
+    """Error for a difference that cannot be applied to the given base."""
 
 
 def encode(base: Buffer, new: Buffer, block_bytes: int = BLOCK_BYTES) -> bytes:
@@ -98,7 +100,8 @@ def apply(base: Buffer, delta: bytes) -> bytes:
 
 def _decompress(data: bytes, size: int) -> _Bytes:
     try:
-        # Check the stated size first, because decompression allocates as much memory.
+        # Check the size that the compressed data states before decompressing them, because
+        # decompression allocates that much memory.
         found = zstandard.frame_content_size(data)
         if found != size:
             raise DeltaError(f"the difference contains {found} bytes instead of {size}")

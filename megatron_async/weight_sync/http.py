@@ -4,8 +4,8 @@ Invariants
 - Every call has a time limit. If an engine refuses the connection, replies with another status than
   200, or is too slow, the call raises an `EngineCallError` that names engine, call and reply.
 - Calls to several engines run in parallel. The failure of one engine does not hide others.
-- A time limit counts only time in which this process was running. A reply that arrived while the
-  process was stopped is in time, and the engine did not fail.
+- A time limit counts only time in which this process was running. If the process is stopped for a
+  while (for instance by SIGSTOP) and a reply arrives meanwhile, the call succeeds.
 """
 
 import http.client
@@ -32,7 +32,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """Name and URL of an engine. `engine3.1` is the second start of the engine with index 3."""
+    """Name and URL of an engine. A restarted engine has a new name: `engine3.1` is the engine with
+    index 3 after its first restart."""
 
     engine_id: str
     url: str
@@ -43,11 +44,12 @@ class EngineAddress:
 
 
 class EngineCallError(ComponentFailure):
-    """Calls to engines have failed.
+    """Error of one or more calls to engines that failed.
 
     Attributes:
         engine_ids: The engines whose calls have failed.
-        status: HTTP status, if a single call got a reply; otherwise None.
+        status: HTTP status of the reply, if the error is that of a single call with a reply;
+            otherwise None.
     """
 
     def __init__(self, message: str, engine_ids: Sequence[str], status: int | None = None) -> None:
@@ -64,8 +66,8 @@ def call(
     timeout_seconds: float,
     api_key: str = "",
 ) -> dict[str, Any]:
-    """Call an engine over HTTP; return the JSON object of its reply, {} if the reply is something
-    else.
+    """Call an engine over HTTP; return the JSON object in its reply, or {} if the reply is not a
+    JSON object.
 
     Raises:
         EngineCallError: If the call fails, or the engine replies with another status than 200.
@@ -86,7 +88,9 @@ def call(
             status, answer = response.status, response.read(MAX_BYTES + 1)
             if len(answer) > MAX_BYTES:
                 raise http.client.HTTPException(f"the reply has more than {MAX_BYTES} bytes")
-            if response.length:  # `read` with a limit does not report a truncated reply.
+            # `read` with a limit raises no error if the reply is truncated, so check that no bytes
+            # are missing.
+            if response.length:
                 raise http.client.IncompleteRead(answer, response.length)
     except (OSError, http.client.HTTPException) as error:
         raise EngineCallError(
@@ -108,7 +112,7 @@ def call(
 
 
 def json_object(answer: bytes) -> dict[str, Any]:
-    """Parse a JSON object; return an empty one if the reply is empty or is not a JSON object."""
+    """Parse a JSON object; return {} if `answer` is empty or is not a JSON object."""
     try:
         value = json.loads(answer)
     except (ValueError, RecursionError):
@@ -152,7 +156,8 @@ class EngineCalls:
     def __init__(self, engines: Sequence[EngineAddress], api_key: str = "") -> None:
         self.engines = tuple(engines)
         self._api_key = api_key
-        # Two calls per engine can run: one that is stuck, and the one that ends it.
+        # Up to two calls per engine run at once: a call that does not return, and the call that
+        # makes the engine end it.
         self._pool = ThreadPoolExecutor(
             max_workers=max(2 * len(self.engines), 1), thread_name_prefix="engine-calls"
         )
@@ -192,7 +197,8 @@ class EngineCalls:
         return gather(self.start(path, lambda _: body, timeout_seconds, method))
 
     def close(self) -> None:
-        """Release the threads, without waiting for running calls; these end at their own limits."""
+        """Release the threads without waiting for running calls, which end at their own time
+        limits."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -200,18 +206,19 @@ def gather(futures: Sequence[Future[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Wait for all calls; return their replies in order.
 
     Raises:
-        EngineCallError: If calls have failed; it contains all failures.
+        EngineCallError: If calls have failed; the message and `engine_ids` contain all failures.
     """
     for future in futures:
-        # Waits for the call, which has its own limit. An error raised here would form a reference
-        # cycle with this frame, which would keep the caller's bucket of weights in memory.
+        # Wait for the call, which has its own time limit, without raising its error. The traceback
+        # of an error that is raised here would refer to this frame, and the reference cycle would
+        # keep the caller's bucket of weights in memory.
         future.exception()
     raise_together(failures_of(futures))
     return [future.result() for future in futures]
 
 
 def failures_of(futures: Sequence[Future[dict[str, Any]]]) -> list[EngineCallError]:
-    """Return the failures among the calls that have ended."""
+    """Return the errors of those calls that have ended with an EngineCallError."""
     return [
         error
         for future in futures

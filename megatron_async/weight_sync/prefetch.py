@@ -1,21 +1,24 @@
 """Receives the next bucket while an engine loads the current one (`weights.transport:
 distributed`).
 
-This module runs in the engine. SGLang receives a bucket, loads it, and only then waits for the next
-one, so the link is idle while it loads. Here each announcement of a bucket also contains the size
-of the bucket after it, in `load_format`, the only field that SGLang passes on. So the next receive
-is posted before the current bucket is loaded.
+This module runs in the engine. A bucket is a set of tensors that are sent together. SGLang receives
+a bucket, loads it, and only then receives the next one, so the network is idle while it loads. Here
+the announcement of a bucket also contains the size of the bucket after it, in the field
+`load_format`, the only field that SGLang passes on unchanged. So the receive of the next bucket can
+be posted (started, without waiting for its data) before the current bucket is loaded.
 
 Invariants
-- The receives of a group are posted in the order in which its sender broadcasts, at most one ahead.
-- A group has two buffers from its first bucket to its last. A returned bucket is valid until the
-  next one is requested, because the bucket after that arrives in the same buffer. Loaders copy the
-  values and must not keep the buffer.
-- Between updates a device's memory is free for other uses. The two newest buffers on the host are
-  kept, because the first use of new host memory takes as long as receiving a bucket into it.
-- After a failure the group is forgotten. Its sender abandons it too, so that a posted receive
-  cannot get the bytes of another update. If a sender was killed, all its receives are forgotten
-  when the next update begins (`clear`), and its groups must be ended then.
+- The receives of a group are posted in the order in which its sender broadcasts, and at most one
+  bucket ahead.
+- From the first to the last bucket of an update, a group uses two buffers alternately. A returned
+  bucket is valid until the next bucket is requested, because its buffer then receives the bucket
+  after the next. So loaders must copy the values.
+- After an update, buffers on a GPU are released, so that their memory is free for generation. The
+  two newest buffers on the host are kept, because the first use of new host memory takes as long as
+  receiving a bucket into it.
+- After a failed update, engine and sender both give up the group, so that a posted receive cannot
+  get the bytes of another update. If the sender was killed, the posted receives of its groups are
+  forgotten when the next update begins (`clear`), and the caller must then end these groups.
 """
 
 from collections.abc import Callable
@@ -30,24 +33,25 @@ _SEPARATOR = "+next_bytes="
 
 
 def load_format(next_bytes: int) -> str:
-    """Return the `load_format` that announces a bucket followed by one of `next_bytes` bytes.
+    """Return the field `load_format` of the announcement of a bucket; it contains `next_bytes`, the
+    size of the bucket after it.
 
-    0 means that it is the last bucket.
+    `next_bytes` is 0 if no bucket follows.
     """
     return f"{FLATTENED}{_SEPARATOR}{next_bytes}"
 
 
 def next_bytes_of(announced: str | None) -> int | None:
-    """Return the size of the following bucket from an announcement; None if it does not contain
-    one."""
+    """Return the size of the following bucket in bytes, which the field `load_format` of an
+    announcement contains; None if it contains none."""
     base, separator, size = (announced or "").partition(_SEPARATOR)
     return int(size) if base == FLATTENED and separator else None
 
 
 @dataclass(frozen=True, eq=False)
 class _Arrival:
-    """A posted receive of `size` bytes into the start of `buffer`; `other` is the group's other
-    buffer."""
+    """A posted receive (started, without waiting for its data) of `size` bytes into the start of
+    `buffer`. `work` is its handle, and `other` is the group's other buffer."""
 
     buffer: Tensor
     size: int
@@ -56,7 +60,8 @@ class _Arrival:
 
 
 class BucketPrefetcher:
-    """The posted receives of all groups of one process. Not thread-safe."""
+    """The posted receives (started, without waiting for their data) of all groups of one engine
+    process, at most one for each group. Not thread-safe."""
 
     def __init__(self) -> None:
         self._arriving: dict[str, _Arrival] = {}
@@ -65,13 +70,15 @@ class BucketPrefetcher:
     def take(
         self, group: str, size: int, next_bytes: int, start: Callable[[Tensor], Any], device: str
     ) -> Tensor:
-        """Return the next bucket of `group` and post the receive of the one after it.
+        """Wait for the next bucket of `group`, start to receive the bucket after it, and return the
+        bucket.
 
         Args:
             group: Name of the group.
             size: Number of bytes of the bucket.
             next_bytes: Number of bytes of the bucket after it; 0 if there is none.
-            start: Posts the receive of a broadcast into a byte tensor; returns its work handle.
+            start: Function that starts to receive a broadcast into a byte tensor and returns its
+                work handle.
             device: Device of the buffers.
 
         Returns:
@@ -101,11 +108,13 @@ class BucketPrefetcher:
         return arrival.buffer[:size]
 
     def forget(self, group: str) -> bool:
-        """Forget the posted receive of a group that is being left; return whether there was one."""
+        """Forget the posted receive of a group that the engine is about to leave; return whether
+        there was one."""
         return self._arriving.pop(group, None) is not None
 
     def clear(self) -> frozenset[str]:
-        """Forget receives left by an unfinished update; return their groups."""
+        """Forget all posted receives, which an unfinished update has left; return the names of
+        their groups."""
         groups = frozenset(self._arriving)
         self._arriving.clear()
         return groups

@@ -1,23 +1,25 @@
 """Publishes a policy version: exports the weights and sends them, as one call on every trainer
 rank.
 
-The ranks that send weights communicate over gloo groups. They are the leaders of the trainer's
-pipeline stages, which send one after the other. If engines are on the trainer's own GPUs, they are
-one rank for each engine, and they send in parallel.
+Only some ranks, the leaders, send weights. With engines on separate GPUs, each pipeline stage of
+the trainer has one leader, and the leaders send one after the other. With engines on the trainer's
+own GPUs, each engine has one leader, and the leaders send in parallel. Leaders communicate over
+gloo groups.
 
-The transport of a run is chosen in this module; no other module imports all transports.
+Only this module imports all transports, and chooses the transport of the run.
 
 Invariants
-- Every rank calls `publish` in the same order. The export is collective and is always completed,
-  also if a sending rank fails in the middle.
-- The leader of every pipeline stage sends the layers of its stage, stage after stage
-  (`stage_order.py`). No layer passes through another stage. Engines on the trainer's own GPUs
-  (`gpu_sharing.py`) get all layers from the ranks on the same GPUs, so there every rank gathers all
-  layers.
+- Every rank makes the same calls of `publish` in the same order. The export is collective, so every
+  rank completes it, even if a leader fails in the middle.
+- With engines on separate GPUs, each leader sends the layers of its own pipeline stage directly to
+  the engines, stage after stage (`stage_order.py`). With engines on the trainer's own GPUs, each
+  engine gets all layers from the ranks on the same GPUs (`gpu_sharing.py`), so every rank gathers
+  all layers.
 - An engine that fails during a transfer is excluded, and the whole update is repeated for the other
   engines. Each repetition has at least one engine less, so the repetitions end.
-- `join` gives every leader the results of all leaders, so that all make the same decision.
-- Waiting for another rank is limited by the time limit of the group.
+- `Leaders.join` gives every leader the results of all leaders, so that all come to the same
+  decision.
+- Every wait for another rank has the time limit of their gloo group.
 """
 
 import shutil
@@ -63,7 +65,8 @@ from megatron_async.weight_sync.transports.tensor import (
 )
 
 _MIB = 1 << 20
-# Time for the leaders' own messages, and for connecting to healthy engines.
+# Seconds that are added to the time limit of an update for messages between leaders and for
+# connecting to engines.
 _SLACK_SECONDS = 60.0
 _HELD_BUCKETS = 3
 
@@ -77,7 +80,8 @@ def make_sender(
         settings: Settings of the weight exchange.
         engines: Settings of the engines.
         device: Kind of device that the engines run on.
-        directory: Where `disk` and `delta` publish. The engines' hosts must have the same path.
+        directory: Directory to which `disk` and `delta` write versions. It must have the same path
+            on the engines' machines.
     """
     match settings.transport:
         case "distributed":
@@ -94,7 +98,8 @@ class Leaders:
     """The leaders, which are the trainer ranks that send weights to engines, and the gloo group in
     which they communicate.
 
-    Construct it on every rank, in the same order as other groups; only the leaders use it.
+    Creating a group is collective, so every rank must construct this object, in the same order as
+    other groups. Only leaders may use it.
     """
 
     def __init__(self, leaders: list[int], timeout_seconds: float) -> None:
@@ -107,7 +112,7 @@ class Leaders:
         return dist.get_rank() in self._leaders
 
     def join(self, result: Any) -> list[Any]:
-        """Exchange `result` with all leaders; return their results in the order of leaders."""
+        """Exchange `result` with all leaders; return the results of all leaders in their order."""
         results: list[Any] = [None] * len(self._leaders)
         dist.all_gather_object(results, result, group=self._group)
         return results
@@ -148,10 +153,11 @@ class StageLeaders(StageOrder, Leaders):
 
 
 class SharedGpus(StageOrder, Leaders):
-    """Leaders (sending ranks) for engines on the GPUs of trainer ranks: one for each engine. No
-    leader waits for another.
+    """Leaders (ranks that send weights) for engines on the trainer's own GPUs: one for each engine.
+    They send in parallel.
 
-    Construct it on every rank, in the same order as other groups.
+    Creating a group is collective, so every rank must construct this object, in the same order as
+    other groups.
     """
 
     def __init__(self, count: int, tensor: int, timeout_seconds: float) -> None:
@@ -162,15 +168,17 @@ class SharedGpus(StageOrder, Leaders):
         self._size = tensor
 
     def mine(self, engines: Sequence[EngineAddress]) -> list[EngineAddress]:
-        """Return the engine on this rank's GPU, if `engines` contains it, as a list."""
+        """Return a list with the engine on this rank's GPU, or an empty list if `engines` does not
+        contain it."""
         return [e for e in engines if e.index == self._engine]
 
     def collect(self, tensors: Bucket, by_value: bool) -> PayloadBucket:
-        """Collect the payload of every tensor rank of the engine on this rank's GPU at the engine's
-        leader.
+        """Collect a bucket's payloads for the engine on this rank's GPU at the engine's leader: one
+        payload for each of its tensor-parallel ranks, made by the trainer rank on the same GPU.
 
-        This is collective over the ranks on the engine's GPUs. Only the leader gets the payloads.
-        Every rank must keep its bucket until the engine has loaded the payloads.
+        All trainer ranks on the engine's GPUs must make this call. Only the leader's result has the
+        payloads. A payload may be a handle to memory of the rank that made it, so every rank must
+        keep its result until the engine has loaded the bucket.
         """
         if self._engine is None:
             return PayloadBucket(None)
@@ -183,7 +191,8 @@ class SharedGpus(StageOrder, Leaders):
 
 @dataclass(frozen=True)
 class _Outcome:
-    """Result of one leader's work: a value, the engines that failed, or another error."""
+    """Result of one leader's work: its return value, the ids of engines that have made it fail, or
+    another error that it raised."""
 
     value: Any = None
     failed: frozenset[str] = frozenset()
@@ -197,28 +206,33 @@ class _Outcome:
 class WeightPublisher:
     """Sends the policy of this trainer to engines.
 
-    `report` is the report of the newest transfer, over all stages; it is set on leading ranks only.
+    `report` is the report of the newest transfer, over all pipeline stages; it is set only on ranks
+    that send weights.
     """
 
     def __init__(
         self, config: RunConfig, chunks: Sequence[torch.nn.Module], directory: Path
     ) -> None:
-        """Create groups and sender. This is collective.
+        """Create process groups and, on ranks that send weights, the sender. Every rank must make
+        this call.
 
         Args:
             config: Settings of the run.
             chunks: The model chunks of this rank.
-            directory: Where `disk` and `delta` publish; no other run may use it.
+            directory: Directory to which `disk` and `delta` write versions; no other run may use
+                it.
         """
         self._settings, self._directory = config.weights, directory
         self._chunks = chunks
         self._architecture: Architecture = unwrap(chunks[0]).architecture
-        # An in-flight update that keeps the KV cache must not flush it.
+        # With `weight_update: in_flight` and `kv: keep`, running requests keep their KV cache, so
+        # the update must not flush it.
         self._flush_cache = config.schedule.weight_update == "boundary" or (
             config.schedule.kv == "recompute"
         )
         if config.engines.placement == "colocated":
-            self._flush_cache = False  # The KV cache was released with the engine's memory.
+            # Nothing to flush: the KV cache was released when the engine was offloaded.
+            self._flush_cache = False
         self._names_in_fp8: frozenset[str] = frozenset()
         if config.engines.quantization == "fp8":
             self._names_in_fp8 = quantized_names(self._architecture)
@@ -227,7 +241,8 @@ class WeightPublisher:
         if config.engines.placement == "colocated":
             self._shared = SharedGpus(config.engines.count, config.engines.tensor, limit)
         self._order: StageLeaders | SharedGpus = self._shared or StageLeaders(limit)
-        # An engine may load one bucket while this rank makes the next two.
+        # Keeps the memory of payloads alive: an engine may still load one bucket while this rank
+        # makes the next two.
         self._held: deque[Bucket] = deque(maxlen=_HELD_BUCKETS)
         self._sender: WeightSender | None = None
         device = sending_device(config.engines)
@@ -237,13 +252,14 @@ class WeightPublisher:
         self.report: TransferReport | None = None
 
     def publish(self, engines: Sequence[EngineAddress], version: PolicyVersion) -> list[str]:
-        """Send `version` to `engines`, which must be idle or paused. This is collective.
+        """Send `version` to `engines`, which must be idle or paused. Every trainer rank must make
+        this call.
 
         Returns:
             The ids of the engines that have loaded the version, the same on every rank.
 
         Raises:
-            ComponentFailure: On every rank, for a failure that no single engine has caused.
+            ComponentFailure: The update failed and no engine was at fault; raised on every rank.
         """
         wanted = list(engines)
         while wanted:
@@ -254,11 +270,13 @@ class WeightPublisher:
         return [engine.engine_id for engine in wanted]
 
     def settle(self) -> None:
-        """Remove files published by earlier processes; call this once an update is verified."""
+        """Remove versions that earlier processes have written to the directory. Call this once an
+        update is verified, because engines may have loaded the old versions until then."""
         if isinstance(self._sender, DiskSender):
             self._sender.settle()
         elif self._sender is not None:
-            # Remove what an earlier launch with another transport may have published.
+            # Remove versions that an earlier launch of the run with another transport may have
+            # written.
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def close(self) -> None:
@@ -277,7 +295,8 @@ class WeightPublisher:
             if all(outcome.ok for outcome in outcomes):
                 send = partial(sender.send, stream, version, self._flush_cache, self._order)
                 outcome = _outcome_of(send) if mine else _Outcome()
-                for _ in stream:  # Other leaders may need this rank's shards.
+                # Complete the export, because other ranks may need this rank's shards.
+                for _ in stream:
                     pass
                 outcomes = self._order.join(outcome)
             reports = [outcome.value for outcome in outcomes if outcome.value is not None]
@@ -293,7 +312,8 @@ class WeightPublisher:
         return _failed_engines(box[0])
 
     def _stream(self) -> Iterator[Bucket]:
-        """Yield the buckets of weights for the engines. This is collective."""
+        """Yield the buckets of weights for the engines. Every trainer rank must iterate to the end,
+        because making a bucket is collective."""
         shared, size = self._shared, self._settings.bucket_mib * _MIB
         stream = stage_buckets(
             self._chunks,
@@ -308,10 +328,11 @@ class WeightPublisher:
             yield bucket if shared is None else self._held[-1]
 
     def _connect(self, sender: WeightSender, engines: Sequence[EngineAddress]) -> None:
-        """Connect the sender to `engines` when the previous leader has connected; disconnect it if
-        empty.
+        """Wait until the previous leader has connected, and then connect the sender to `engines`;
+        if `engines` is empty, disconnect it.
 
-        The order matters because each engine joins one group after the other.
+        The leaders connect one after the other, because an engine can join only one group at a
+        time, and all engines must join the groups in the same order.
         """
         self._order.take()
         token = StageToken(failed=True)
@@ -335,10 +356,11 @@ def _outcome_of(work: Callable[[], Any]) -> _Outcome:
 
 
 def _failed_engines(outcomes: Sequence[_Outcome]) -> set[str]:
-    """Return the engines that failed according to all leaders' outcomes.
+    """Return the ids of all engines that failed according to any leader's outcome.
 
     Raises:
-        Exception: The error of the first leader that failed in another way.
+        Exception: If a leader failed for another reason than an engine; the error of the first such
+            leader.
     """
     failed = {engine_id for outcome in outcomes for engine_id in outcome.failed}
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]

@@ -1,14 +1,14 @@
 """Converts weights to fp8 for engines with `engines.quantization: fp8`.
 
-The format is the block-wise one of SGLang and DeepSeek-V3: a matrix in float8_e4m3fn and, beside
-it, `weight_scale_inv` in float32 with one number for each block of 128 x 128. A weight is its fp8
-number times the scale of its block. Only linear layers are quantized. Embedding, head, norms,
-biases and routers keep their precision.
+The format is that of DeepSeek-V3, which SGLang reads: a matrix of fp8 numbers (float8_e4m3fn), and
+a second tensor `weight_scale_inv` in float32 with one scale for each block of 128 x 128 numbers. A
+weight equals its fp8 number times the scale of its block. Only linear layers are quantized.
+Embedding, head, norms, biases and routers keep their precision.
 
 Invariants
-- Each fp8 number is the one nearest to weight / scale, and the largest weight of a block becomes
-  the largest fp8 number. So the error is at most 1/16 of a weight, or scale / 1024 for a tiny
-  weight.
+- The scale is chosen so that the largest weight of a block becomes the largest fp8 number, and each
+  weight / scale is rounded to the nearest fp8 number. So the error of a weight is at most 1/16 of
+  it, or scale / 1024 for weights near 0, where fp8 numbers have equal distances.
 - A weight that is not finite causes an error that names its tensor.
 """
 
@@ -46,23 +46,23 @@ def quantize(weight_RC: Tensor) -> tuple[Tensor, Tensor]:
     # A block of zeros, or of weights too small for a normal float32 scale, gets the scale 1.
     scale_rc = largest_rc / FP8_MAX
     scale_rc = torch.where(scale_rc < torch.finfo(torch.float32).tiny, 1.0, scale_rc)
-    # Rounding of the division may exceed the largest number that fp8 can represent.
+    # Because of rounding, the quotient may be slightly larger than the largest fp8 number.
     numbers = (blocks_rRcC / scale_rc[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX)
     quantized = numbers.to(torch.float8_e4m3fn).view(padded.shape)[:rows, :columns]
     return quantized.contiguous(), scale_rc
 
 
 def is_quantized(rule: Rule) -> bool:
-    """Return whether the tensors of this rule are matrices of linear layers, which are
-    quantized."""
+    """Return whether the tensors that this rule describes are quantized, which holds for matrices
+    of linear layers."""
     return rule.is_matrix and rule.layout in _LINEAR
 
 
 def quantized_tensors(
     tensors: Iterator[tuple[str, Tensor]], names: frozenset[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield all `tensors`, with those in `names` converted to fp8 and each of these followed by its
-    scales.
+    """Yield all `tensors`. A tensor whose name is in `names` is converted to fp8, and a tensor with
+    its scales is yielded after it.
 
     Raises:
         ComponentFailure: If a tensor to be quantized is not finite; the message names it.
@@ -93,8 +93,8 @@ def quantized_names(architecture: Architecture) -> frozenset[str]:
 
 
 def quantization_config(architecture: Architecture) -> dict[str, Any]:
-    """Return the `quantization_config` that config.json of an fp8 checkpoint of this model
-    contains."""
+    """Return the entry `quantization_config` that config.json must have for a checkpoint of this
+    model in fp8."""
     kept = [
         rule.tensors[0].removesuffix(".weight").format(layer=layer)
         for rule, layer in stage_rules(architecture)

@@ -1,15 +1,15 @@
-"""Receives weights in an engine (`weights.transport: delta`) and makes whole weights from
-differences.
+"""Receives weights in an engine (`weights.transport: delta`), and computes complete weights from
+the previous version and published differences.
 
 It runs in the engine's server process (`engines/sglang/receiver.py`) and keeps one policy version
 in a directory of its machine, as safetensors in bfloat16, from which the engine loads it.
 
 Invariants
-- A version exists completely, with the checksums of its manifest, or not at all. A mixture of
+- A version exists completely and with the checksums in its manifest, or not at all, so a mixture of
   versions is never loaded.
-- Any problem with differences (another base, a damaged file on either side) raises
-  `FullVersionNeeded`, and the previous version is kept. A damaged whole version raises a
-  ComponentFailure.
+- If differences cannot be used (they are relative to a version that the receiver does not have, or
+  a file is damaged), `FullVersionNeeded` is raised and the previous version is kept. If a published
+  complete version is damaged, a ComponentFailure is raised.
 """
 
 import mmap
@@ -37,37 +37,41 @@ _PREFIX = "megatron-async-weights-"
 
 
 class FullVersionNeeded(ComponentFailure):
-    """The published differences do not lead from the receiver's version to the requested
-    version."""
+    """Error if the requested version cannot be computed from the receiver's version and the
+    published differences, so that the complete version must be read."""
 
 
 @dataclass(frozen=True)
 class Received:
-    """A version on this machine, and the number of bytes that were read from its published
-    files."""
+    """Directory of a complete version on this machine, and the number of bytes of published files
+    that were read for it."""
 
     path: Path
     bytes: int
 
 
 class WeightReceiver:
-    """Keeps the newest version below `root`, a directory that nothing else writes to."""
+    """Keeps the newest version of the weights below `root`, a directory to which only this object
+    may write."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._held: tuple[VersionManifest, Path] | None = None
 
     def receive(self, directory: Path, version: str, *, full: bool) -> Received:
-        """Make `version`, which is published in `directory`, complete on this machine.
+        """Write the complete weights of `version` to this machine's disk, from the files that are
+        published in `directory`.
 
         Args:
             directory: Directory in which versions are published.
             version: The policy version.
-            full: Whether to read the whole version; otherwise its differences are read.
+            full: Whether to read the complete version; otherwise its differences to the previous
+                version are read.
 
         Raises:
-            FullVersionNeeded: If `full` is false and differences are not sufficient.
-            ComponentFailure: If the version cannot be made complete.
+            FullVersionNeeded: If `full` is false and the version cannot be computed from
+                differences.
+            ComponentFailure: If the published files are damaged, or the weights cannot be written.
         """
         source = directory / (version if full else version + DELTA_SUFFIX)
         try:
@@ -93,8 +97,8 @@ class WeightReceiver:
             )
         held, base = self._held
         if held.digest == manifest.digest and held.version == manifest.version:
-            # The version is sent again after a failed update. Its files may have caused the
-            # failure, so check them.
+            # The receiver has this version already: it is sent again after a failed update. Damaged
+            # files on this machine may have caused the failure, so check them.
             try:
                 for name, expected in held.shards.items():
                     read_shard(base, name, expected)
@@ -131,7 +135,12 @@ class WeightReceiver:
     def _make(
         self, manifest: VersionManifest, shard: Callable[[str, ShardRecord], bytes], size: int
     ) -> Received:
-        """Write all shards of a version; then remove the previous version."""
+        """Write all shards (files with a part of the tensors) of a version, and then remove the
+        previous version.
+        || Args:
+        shard: Function that returns the content of a shard.
+        size: Number of bytes of published files that it reads.
+        """
         target = VersionWriter(self._root, f"{manifest.version}-{manifest.digest[:16]}")
         try:
             for name, expected in manifest.shards.items():

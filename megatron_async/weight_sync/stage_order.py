@@ -1,16 +1,19 @@
-"""Lets the senders of a trainer's pipeline stages send to the engines one after the other.
+"""Makes the senders of a trainer's pipeline stages send weights to the engines one after the other.
 
 The leader of each stage (its first rank) gathers and sends the layers of its stage over its own
 connection. Engines process requests in the order of arrival, and that order must be the same on all
 engines: if two groups entered broadcasts in different orders, they would wait for each other
-forever. Therefore a token passes from stage to stage. Gathering a first bucket, and writing files,
-need no token.
+forever. Therefore a token is passed from stage to stage, and a stage sends only while it has the
+token. It can gather its first bucket (tensors that are sent together) or write files without the
+token.
 
 Invariants
-- The previous stage passes its token on exactly once for each `take`, also after it has failed.
+- For each `take` of a stage, the previous stage passes the token on exactly once, even if it has
+  failed.
 - A stage after a failed one sends nothing: its `take` raises `EarlierStageFailed`.
 
-`publisher.py` implements the order of a real trainer. A single sender needs none.
+`StageOrder` here is for a single sender, which waits for nothing. `publisher.StageLeaders`
+implements the order of several stages.
 """
 
 from collections.abc import Mapping
@@ -19,26 +22,29 @@ from typing import Any, Final
 
 from megatron_async.errors import ComponentFailure
 
-# Number of a trainer's senders that send at the same time; the simulator assumes the same number.
+# Number of a trainer's senders that send at the same time. The simulator of runs (`simulate`)
+# assumes this number too.
 SENDERS_AT_ONCE: Final = 1
 
 
 class EarlierStageFailed(ComponentFailure):
-    """Raised in a pipeline stage if an earlier stage has failed to send its weights.
+    """Error in a pipeline stage that sends nothing because an earlier stage has failed to send its
+    weights.
 
-    The leader of the stage that failed first reports the reason.
+    The reason is in the error of the stage that failed first.
     """
 
 
 @dataclass(frozen=True)
 class StageToken:
-    """What the previous stages have done in an update.
+    """Report that a pipeline stage passes on to the next stage: what it and the stages before it
+    have sent in an update.
 
     Attributes:
-        names: Names of the tensors that they have sent.
-        written: Manifest entries of the files that they have written; empty for transports without
-            files.
-        failed: Whether one of them has failed.
+        names: Names of the tensors that these stages have sent.
+        written: Manifest entries of the files that these stages have written; empty for transports
+            without files.
+        failed: Whether one of these stages has failed.
     """
 
     names: frozenset[str] = frozenset()
@@ -47,8 +53,11 @@ class StageToken:
 
 
 class StageOrder:
-    """The position of one sender in the order in which the senders of the pipeline stages send;
-    this class is for a single sender, which waits for no other."""
+    """Position of a sender in the order in which the senders of pipeline stages send. This class is
+    the order for a single sender, which waits for nothing; subclasses are for several senders.
+    || `index` is the sender's position, counted from 0, and `last` is whether it is the last
+    sender.
+    """
 
     index = 0
     last = True

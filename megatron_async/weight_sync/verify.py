@@ -1,15 +1,17 @@
-"""Checks that engines have what the trainer sent, and that their log-probs describe what they
-sample.
+"""Checks that engines have the weights that the trainer sent, and that the log-probs that they
+report are those of the tokens that they sample.
 
-These are pure checks of the engines' reports. They are needed because SGLang accepts and ignores a
-tensor with an unknown name, because its checksums are over its own fused layout, which a trainer
-cannot compute, and because some of its settings change log-probs or sampling. Each of the four
-checks detects what the others cannot (docs/semantics.md section 5):
+The checks use only data that engines have reported, and do no I/O. They are needed for three
+reasons. SGLang accepts and ignores a tensor with an unknown name. Its checksums are computed over
+its own fused parameters, so a trainer cannot compute them for comparison. Some of its settings
+change log-probs or sampling. Each of the four checks detects errors that the others cannot
+(docs/semantics.md section 5):
 
 - Every name that is sent belongs to a parameter of the engine (`NameCheck.add`).
 - Every parameter of the engine was sent (`NameCheck.finish`).
 - All engines have the same version with the same checksum (`agreed_checksum`, `disagreement`).
-- Tokens that an engine samples have ratio 1 under the trainer (`RatioCheck`).
+- The trainer's log-probs of tokens that an engine has sampled equal the engine's, up to rounding
+  (`RatioCheck`).
 """
 
 import math
@@ -26,7 +28,8 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import FloatArray, PolicyVersion
 
 _NAMED = 4
-# Scales of quantized weights, and the rearranged copies that SGLang makes for some fp8 kernels.
+# End of the names of scales of quantized weights, and of the rearranged copies that SGLang makes of
+# them for some fp8 kernels.
 _SCALES = re.compile(r"_?scale(_inv|_2)?(_shuffled|_swizzled|_deepgemm)?$")
 _FUSED: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\."), ".experts.w13_"),
@@ -39,7 +42,8 @@ _FUSED: tuple[tuple[re.Pattern[str], str], ...] = (
 def engine_parameter(name: str) -> str:
     """Return the name of SGLang's parameter that contains the Hugging Face tensor `name`.
 
-    SGLang fuses query, key and value, gate and up projections, and experts.
+    SGLang fuses several tensors into one parameter: the query, key and value projections, the gate
+    and up projections, and all experts of a layer.
 
     >>> engine_parameter("model.layers.0.self_attn.k_proj.weight")
     'model.layers.0.self_attn.qkv_proj.weight'
@@ -52,9 +56,10 @@ def engine_parameter(name: str) -> str:
 
 
 def engine_parameters(checksum_answer: Mapping[str, Any]) -> frozenset[str]:
-    """Return all parameter names in an engine's reply to `weights_checker`, of all its ranks.
+    """Return the names of the parameters of all ranks of an engine, from its reply to the call
+    `weights_checker`.
 
-    The result is empty for a reply of another form.
+    The result is empty if the reply does not have the expected form.
     """
     try:
         return frozenset(name for rank in checksum_answer["ranks"] for name in rank["checksums"])
@@ -63,7 +68,8 @@ def engine_parameters(checksum_answer: Mapping[str, Any]) -> frozenset[str]:
 
 
 class NameCheck:
-    """Compares the tensor names of one update with the parameters of the engines."""
+    """Compares the names of the tensors that are sent in one update with the names of the engines'
+    parameters."""
 
     def __init__(self, known: frozenset[str]) -> None:
         self._known = known
@@ -72,8 +78,9 @@ class NameCheck:
     def add(self, names: Iterable[str]) -> None:
         """Add the names of tensors that are about to be sent.
 
-        SGLang's checksums cover the product of an fp8 weight and its scale under the name of the
-        weight, so the name of a scale is accepted if that of its weight is known.
+        The engines' parameter names come from a list of checksums, in which SGLang combines an fp8
+        weight and its scale under the name of the weight. So the name of a scale is accepted if the
+        name of its weight is in the list.
 
         Raises:
             ComponentFailure: No engine would load a tensor of one of these names.
@@ -98,13 +105,15 @@ class NameCheck:
         return frozenset(self._sent)
 
     def sent_before(self, names: Iterable[str]) -> None:
-        """Add the names that another sender of the same update has sent (its `sent`)."""
+        """Add the names that another sender of the same update has sent: the value of `sent`
+        there."""
         self._sent.update(names)
 
     def finish(self) -> None:
-        """Check that the complete update has all parameters of the engines.
+        """Check that every parameter of the engines was sent in the update.
 
-        Scales of quantized weights need not be sent, because the engine computes them.
+        Parameters with the name of a scale of quantized weights are not required, because some of
+        them are copies that the engine makes itself.
 
         Raises:
             ComponentFailure: If a parameter is missing.
@@ -126,8 +135,8 @@ class LoadedVersion:
 
 
 def agreed_checksum(reports: Sequence[LoadedVersion], version: PolicyVersion) -> str | None:
-    """Return the checksum that most engines with `version` report; None if two are equally
-    common."""
+    """Return the most common checksum among engines that report `version`; None if two checksums
+    are the most common."""
     counts = Counter(held.checksum for held in reports if held.version == version).most_common(2)
     clear = len(counts) == 1 or (len(counts) == 2 and counts[0][1] > counts[1][1])
     return counts[0][0] if clear else None
@@ -139,8 +148,8 @@ def disagreement(
     version: PolicyVersion,
     agreed: str | None,
 ) -> str | None:
-    """Return why the engine of `held` does not have `version` with the `agreed` checksum; None if
-    it does."""
+    """Return an error message if the report `held` of an engine does not have `version` with the
+    checksum `agreed`; None if it does. The message lists the checksums in `reports`."""
     if held.version != version:
         return (
             f"engine {held.engine_id} reports version {held.version} after the update to {version}"
@@ -153,52 +162,60 @@ def disagreement(
 
 @dataclass(frozen=True)
 class RatioError:
-    """Mean and largest |engine's log-prob - trainer's log-prob| over tokens that an engine has
-    sampled."""
+    """Mean and largest absolute difference between the engine's and the trainer's log-prob, over
+    tokens that an engine has sampled."""
 
     mean: float
     largest: float
 
     @classmethod
     def of(cls, engine_N: FloatArray, trainer_N: FloatArray) -> "RatioError":
-        """Compare two arrays of log-probs [N], N > 0. NaN is kept, and passes no check."""
+        """Compute the differences of two arrays of log-probs [N], N > 0. If one is NaN, the result
+        is NaN, which fails every check."""
         error_N = np.abs(engine_N.astype(np.float64) - trainer_N.astype(np.float64))
         return cls(float(error_N.mean()), float(error_N.max()))
 
 
 EXACT_TOLERANCE = 1e-4
-"""Largest accepted mean error at temperature 1 if engine and trainer compute in float32."""
+"""Largest accepted mean difference between the engine's and the trainer's log-probs at temperature
+1, if both compute in float32."""
 BASELINE_UPDATES = 4
-"""Number of updates from which the usual error is learned if one of them computes in less
-precision."""
+"""Number of updates whose errors determine the usual error, if engine or trainer computes in less
+precision than float32. An error is the mean difference of log-probs."""
 GROSS_FACTOR = 10.0
-"""Multiple of the usual mean error above which an error is gross, within the next two bounds."""
+"""A mean error of more than `GROSS_FACTOR` times the usual mean error is gross and fails the check,
+within the bounds `GROSS_LEAST` and `GROSS_MOST`."""
 GROSS_LEAST, GROSS_MOST = 0.2, 1.0
-"""Mean errors below `GROSS_LEAST` are never gross, and errors above `GROSS_MOST` always are.
+"""Mean errors (differences of log-probs, in nats) of at most `GROSS_LEAST` never fail the check,
+and errors above `GROSS_MOST` always do.
 
-While the usual error is being learned, only `GROSS_MOST` counts. Weights of another model have
-errors of 2 to 9, log-probs at another temperature 1.7. Healthy half-precision runs are reported
-with 0.03 to 0.4."""
+As long as the usual error is not known, only `GROSS_MOST` counts. With the weights of another model
+the error is 2 to 9, and with log-probs at another temperature 1.7. For healthy runs in half
+precision, 0.03 to 0.4 are reported.
+"""
 
 
 class RatioCheck:
-    """Limits the error of log-probs of on-policy tokens, and learns which error is usual.
+    """Checks that an engine's log-probs of tokens that it sampled with the current weights are
+    close to the trainer's, and learns which error is usual. The error is the mean absolute
+    difference.
 
-    With `tolerance`, that is the limit of the mean error. Without it, the limit is
-    `EXACT_TOLERANCE` if engine and trainer compute in float32 (`exact`); otherwise only gross
-    errors fail. The usual error is the median of the engines' mean errors over the first
+    If `tolerance` is given, it is the limit of the error. Otherwise the limit depends on the
+    precision: if engine and trainer compute in float32 (`exact`), it is `EXACT_TOLERANCE`, divided
+    by the temperature if that is below 1. In less precision, only errors far above the usual error
+    fail (`GROSS_FACTOR`). The usual error is the median of the engines' errors over the first
     `BASELINE_UPDATES` updates that this object sees.
     """
 
     def __init__(self, *, tolerance: float | None, temperature: float) -> None:
         self._tolerance = tolerance
-        # The temperature divides an error of the logits.
+        # Logits are divided by the temperature, and so are their errors.
         self._exact = EXACT_TOLERANCE / min(1.0, temperature)
         self._learned: list[list[float]] = []
 
     @property
     def baseline(self) -> float | None:
-        """The usual mean error; None until it is learned."""
+        """The usual mean error of log-probs; None until `BASELINE_UPDATES` updates were seen."""
         if len(self._learned) < BASELINE_UPDATES:
             return None
         return median(mean for update in self._learned for mean in update)
@@ -218,19 +235,20 @@ class RatioCheck:
         return min(GROSS_MOST, max(GROSS_LEAST, GROSS_FACTOR * self.baseline))
 
     def passes(self, error: RatioError, *, exact: bool) -> bool:
-        """Return whether an engine's error is within the limit; NaN is not."""
+        """Return whether an engine's mean error is at most the limit; an error of NaN does not
+        pass."""
         return error.mean <= self.limit(exact=exact)
 
     def learn(self, errors: Iterable[RatioError]) -> None:
-        """Add the errors of an update, of the engines that passed, to the baseline until it is
-        complete."""
+        """Use the errors of one update to determine the usual error, unless `BASELINE_UPDATES`
+        updates were used already. Pass only errors of engines that passed the check."""
         means = [error.mean for error in errors]
         if means and self.baseline is None:
             self._learned.append(means)
 
     def drift(self, errors: Iterable[RatioError]) -> float | None:
-        """Return the largest mean error divided by the usual one; None until the usual error is
-        learned."""
+        """Return the largest of the mean errors divided by the usual error; None until the usual
+        error is known."""
         worst = max((error.mean for error in errors), default=math.nan)
         return None if self.baseline is None else worst / max(self.baseline, 1e-12)
 

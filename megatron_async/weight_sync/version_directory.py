@@ -1,4 +1,5 @@
-"""Writes and reads a directory with one policy version: safetensors shards, an index, a manifest.
+"""Writes and reads a directory with the weights of one policy version: safetensors files (shards),
+an index of their tensors, and a manifest with checksums.
 
     <directory>/<name>/{model-00-00001.safetensors, ..., model.safetensors.index.json,
                         manifest.json}
@@ -6,8 +7,8 @@
 Invariants
 - The directory exists completely or not at all: it is written under another name, flushed and
   renamed.
-- The manifest contains the SHA-256 of every shard and of itself. `read_manifest` raises an error if
-  the manifest was changed, and `read_shard` if a shard was.
+- The manifest contains the SHA-256 of every shard and of its own content. `read_manifest` raises an
+  error if the manifest was changed, and `read_shard` raises an error if the shard was changed.
 """
 
 import hashlib
@@ -49,12 +50,13 @@ class VersionManifest:
 
     Attributes:
         version: The policy version.
-        shards: Record of each shard of the whole version, by file name.
+        shards: Record of each shard of the complete version, by file name.
         owners: Name of the shard that contains each tensor.
-        base: If the directory contains differences (`delta.py`), the digest of the version that
-            they are relative to; otherwise None.
-        files: Records of the files with differences; each has the name of the shard that it
-            produces.
+        base: If the directory contains differences from another version (`delta.py`), the digest of
+            that version; otherwise None.
+        files: Records of the files with differences, by file name, if the directory contains
+            differences; otherwise None. Such a file has the name of the shard that is computed from
+            it.
     """
 
     version: str
@@ -65,7 +67,8 @@ class VersionManifest:
 
     @property
     def digest(self) -> str:
-        """Digest that identifies the weights bit for bit, over all shards of the whole model."""
+        """Digest of the records of all shards. Two versions with the same digest have the same
+        shards, bit for bit."""
         return _sha256({name: shard.sha256 for name, shard in self.shards.items()})
 
     def to_json(self) -> bytes:
@@ -108,8 +111,8 @@ def read_shard(path: Path, name: str, expected: ShardRecord) -> bytes:
 
 
 class VersionWriter:
-    """Writes a version directory; it gets its name in `finish`. Senders of several stages may share
-    one."""
+    """Writes a version directory under a temporary name; `finish` gives it its final name. The
+    senders of several pipeline stages may write files of the same directory."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self.path = directory / name
@@ -122,10 +125,11 @@ class VersionWriter:
         return shard_of(data)
 
     def finish(self, manifest: VersionManifest, *, index: bool = True) -> Path:
-        """Write index and manifest, then rename the directory; an older one of that name is
-        replaced.
+        """Write the index (if `index`) and the manifest, and rename the directory to its final
+        name, replacing an older directory of that name. Return its path.
 
-        Files of an earlier, failed attempt are removed first.
+        Files that are not in the manifest, which an earlier failed attempt may have written, are
+        removed before.
         """
         files = manifest.shards if manifest.files is None else manifest.files
         for path in self._partial.iterdir():
@@ -142,7 +146,7 @@ class VersionWriter:
         return self.path
 
     def discard(self) -> None:
-        """Remove the files that were written; does nothing after `finish`."""
+        """Remove the files that were written; do nothing after `finish`."""
         shutil.rmtree(self._partial, ignore_errors=True)
 
 

@@ -9,14 +9,15 @@ Invariants
 - The caller of `send` keeps the engines idle or paused: nothing is generated between the first and
   the last bucket. The version is announced with the last bucket, so no token is ever labeled with a
   version whose weights were loaded only in part.
-- Names are checked against the engines' parameters before they are sent, and completeness after.
-- Every wait has a limit. After any failure the remaining engines have an undefined mixture of
-  weights. `send` raises `EngineCallError`, whose `engine_ids` are the engines that caused the
-  failure. The connection is closed, and the next `connect` starts again with the engines that it is
-  given.
-- Each pipeline stage of the trainer has a sender, on its leading rank, for its own layers. The
-  senders send one after the other (`stage_order.py`). The iterator of buckets may be collective: a
-  sender that fails leaves the remaining buckets to its caller.
+- Before tensors are sent, their names are checked against the engines' parameters. After the last
+  bucket, it is checked that no parameter is missing.
+- Every wait has a limit. After a failed `send`, all engines have an undefined mixture of weights,
+  and the connection is closed, so that the caller must call `connect` again. If engines caused the
+  failure, the error is an `EngineCallError` whose `engine_ids` name them.
+- Each pipeline stage of the trainer has a sender for its own layers, on the stage's leader (the
+  rank that sends). The senders send one after the other (`stage_order.py`). Making a bucket may be
+  collective over trainer ranks, so after a failure the caller of `send` must iterate over the
+  remaining buckets.
 """
 
 import abc
@@ -43,8 +44,8 @@ NamedTensor = tuple[str, Tensor]
 Bucket = Sequence[NamedTensor]
 """Tensors that are sent to the engines together."""
 
-# Time limits, in seconds, of the steps around a transfer. The transfer itself is limited by
-# `weights.timeout_seconds`.
+# Time limits, in seconds, of the steps before and after a transfer. The transfer itself is limited
+# by `weights.timeout_seconds`.
 HEALTH_SECONDS = 5.0
 JOIN_SECONDS = 60.0
 LAST_ANSWERS_SECONDS = 1.0
@@ -55,12 +56,15 @@ _ALONE = StageOrder()
 
 @dataclass
 class TransferReport:
-    """Cost of an update.
+    """Cost of sending one policy version to the engines.
 
     Attributes:
+        buckets: Number of buckets, which are tensors that are sent together.
+        tensors: Number of tensors.
         bytes: Number of bytes of all tensors.
-        sent_bytes: Number of bytes that one engine was sent.
-        phases: Seconds of each phase. Phases overlap, so their sum is not `seconds`.
+        sent_bytes: Number of bytes that were sent to each engine.
+        seconds: Duration of the transfer.
+        phases: Seconds of each phase, by name. Phases overlap, so their sum is not `seconds`.
     """
 
     version: PolicyVersion
@@ -73,7 +77,8 @@ class TransferReport:
 
 
 class Transfer:
-    """One sender's part of an update: its buckets, its position in the order, and its report."""
+    """The part of a weight update that one sender transfers: its buckets, the order of the senders,
+    the check of names, the time limit, and the report of the cost."""
 
     def __init__(
         self,
@@ -99,7 +104,8 @@ class Transfer:
         self._began = self._last_lap = time.perf_counter()
 
     def buckets(self) -> Iterator[Bucket]:
-        """Yield the buckets of this stage, after checking and counting their tensors."""
+        """Yield the buckets of this sender's pipeline stage; check the names of their tensors, and
+        count them in the report."""
         for bucket in self._buckets:
             self._check.add(name for name, _ in bucket)
             self.report.buckets += 1
@@ -108,7 +114,7 @@ class Transfer:
             yield bucket
 
     def lap(self, phase: str) -> None:
-        """Add the time since the previous call to the phase `phase`."""
+        """Add the time since the previous call of `lap` to the phase `phase` of the report."""
         now = time.perf_counter()
         self.report.phases[phase] += now - self._last_lap
         self._last_lap = now
@@ -124,7 +130,8 @@ class Transfer:
         return self._before.written
 
     def finish(self) -> TransferReport:
-        """End the transfer of this stage, pass the token on, and return the report.
+        """End the transfer of this sender's pipeline stage, let the next stage send, and return the
+        report.
 
         Raises:
             ComponentFailure: If this is the last stage and the whole update lacks a parameter.
@@ -137,23 +144,22 @@ class Transfer:
         return self.report
 
     def give_up(self) -> None:
-        """Pass on a token that reports a failure, so that later stages do not wait."""
+        """Report a failure to the next pipeline stage, so that later stages do not wait."""
         if not self._asked:
-            # Ignore the failure of an earlier pipeline stage: its leader, the rank that sends its
-            # weights, reports the reason.
+            # Ignore a failure of an earlier pipeline stage, because that stage's sender raises it.
             with contextlib.suppress(EarlierStageFailed):
                 self._order.take()
         self._order.hand_on(StageToken(failed=True))
 
 
 class WeightSender(abc.ABC):
-    """Sends policy versions to a set of engines; base class of all transports."""
+    """Sends the weights of policy versions to a set of engines; base class of all transports."""
 
     def __init__(self, settings: WeightsConfig, engines: EngineConfig) -> None:
         self.settings = settings
         self.engine_settings = engines
         self.calls = EngineCalls(())
-        """Calls to the connected engines."""
+        """HTTP calls to the connected engines."""
         self._known: frozenset[str] = frozenset()
 
     def connect(self, engines: Sequence[EngineAddress]) -> None:
@@ -175,8 +181,9 @@ class WeightSender(abc.ABC):
                 "weights_checker", {"action": "checksum"}, self.settings.timeout_seconds
             )
             found = [engine_parameters(answer) for answer in answers]
-            # All engines have the parameters of one model for the whole run. A damaged engine may
-            # lack some.
+            # The right set of parameters is the one that most engines report; it is kept, because
+            # all engines have the same model for the whole run. A damaged engine may lack some
+            # parameters.
             self._known = self._known or max(found, key=lambda p: (found.count(p), len(p)))
             reported = zip(engines, found, strict=True)
             odd = [engine.engine_id for engine, p in reported if p != self._known or not p]
@@ -189,7 +196,8 @@ class WeightSender(abc.ABC):
             raise
 
     def disconnect(self) -> None:
-        """Disconnect from the engines; `connect` may follow. A dead engine causes no error."""
+        """Disconnect from the engines, so that `connect` may be called again. Dead engines cause no
+        error."""
         if not self.calls.engines:
             return
         try:
@@ -208,16 +216,17 @@ class WeightSender(abc.ABC):
         """Send the weights of `version` to all connected engines, which must be idle or paused.
 
         Args:
-            buckets: The tensors of this stage.
+            buckets: The tensors of this sender's pipeline stage, in groups that are sent together.
             version: The policy version.
-            flush_cache: Whether engines discard the KV cache of older weights. False with pause
-                mode `in_place`.
-            order: Order of the senders of several pipeline stages, each with its own buckets.
+            flush_cache: Whether engines discard their KV cache, which older weights have computed.
+                It must be False if engines are paused with the mode `in_place`, whose running
+                requests keep it.
+            order: Position of this sender among the senders of several pipeline stages.
 
         Raises:
             EngineCallError: If engines have failed. The weights of all engines are undefined then.
-            ComponentFailure: If something else has failed. The weights of all engines are undefined
-                then.
+            ComponentFailure: If the transfer has failed for another reason. The weights of all
+                engines are undefined then.
         """
         if not self.calls.engines:
             raise ComponentFailure("no engine is connected to send weights to")
@@ -243,21 +252,23 @@ class WeightSender(abc.ABC):
         self.disconnect()
 
     def _open_link(self) -> None:  # noqa: B027 - most transports need only HTTP
-        """Open the connection that the transport needs in addition to HTTP, if any. Engines have
-        replied."""
+        """Open the connection that the transport needs in addition to HTTP, if any. It is called
+        after all engines have replied to an HTTP call."""
 
     def _close_link(self) -> None:  # noqa: B027
-        """Close what `_open_link` has opened, in whatever state the engines are."""
+        """Close the connection that `_open_link` has opened, even if engines are dead or do not
+        reply."""
 
     @abc.abstractmethod
     def _transfer(self, transfer: Transfer) -> None:
-        """Send the buckets of this stage when its turn comes; the last bucket of the last stage
-        announces the version."""
+        """Wait until the previous pipeline stages have sent, and then send the buckets of this
+        stage. The last bucket of the last stage announces the version to the engines."""
 
     def _begin_session(self, transfer: Transfer) -> None:
         """Wait for the previous stages; in the first stage, open an update session on every engine.
 
-        A session that an earlier failure left open is closed first.
+        An update session tells an engine that calls with weights follow. If a failed update has
+        left a session open, it is closed first.
         """
         transfer.turn()
         if transfer.stage:
@@ -277,13 +288,14 @@ class WeightSender(abc.ABC):
             transfer.lap("end")
 
     def _end_sessions_quietly(self, calls: EngineCalls) -> None:
-        """Close any open sessions. An engine without an open session rejects the call, which is
-        ignored."""
+        """Close the update sessions of all engines. An engine without an open session rejects the
+        call; this error is ignored."""
         for future in calls.start("end_weight_update", lambda _: {}, CLEANUP_SECONDS):
             future.exception()
 
     def _abandon(self) -> None:
-        """Release engines that still wait, after a failed transfer."""
+        """After a failed transfer, disconnect, and close the engines' update sessions, so that no
+        engine waits for further weights."""
         survivors = EngineCalls(self.calls.engines, self.engine_settings.api_key)
         self.disconnect()
         try:
@@ -293,7 +305,8 @@ class WeightSender(abc.ABC):
 
 
 def time_left(deadline: AwakeDeadline) -> float:
-    """Return the seconds until `deadline`, but at least 0.05, so that a call can still fail."""
+    """Return the seconds until `deadline`, but at least 0.05: a call that starts after the deadline
+    still needs a positive time limit."""
     return max(deadline.left, 0.05)
 
 
@@ -318,7 +331,8 @@ def with_next(buckets: Iterator[Bucket]) -> Iterator[tuple[Bucket, Bucket | None
 
 
 def combined(reports: Sequence[TransferReport]) -> TransferReport:
-    """Return one report for all stages: the sum of their costs, and the time of the slowest."""
+    """Return one report for the senders of all pipeline stages: `seconds` is that of the slowest
+    sender, and all other numbers are sums."""
     total = TransferReport(reports[0].version, seconds=max(r.seconds for r in reports))
     for report in reports:
         total.buckets += report.buckets
@@ -331,13 +345,13 @@ def combined(reports: Sequence[TransferReport]) -> TransferReport:
 
 
 def seconds_to_give_up(settings: WeightsConfig) -> float:
-    """Return the longest time in seconds that a failing attempt can take, with connecting and
-    cleaning up.
+    """Return an upper bound, in seconds, for the time that a failing attempt to send weights can
+    take, including connecting and cleaning up.
 
-    At most one of the waits that `weights.timeout_seconds` limits reaches its limit, since the
-    attempt fails then. Before it, the group of the previous update is left, engines join, and a
-    session that was left open is closed. After it, the new group is ended and left, and its session
-    is closed.
+    An attempt fails as soon as a wait reaches its limit `weights.timeout_seconds`, so that limit
+    counts once. The limits of the following steps are added: leaving the group of the previous
+    update, joining the new group, and closing a session that was left open; after the failure,
+    finding the engines at fault, ending and leaving the new group, and closing its session.
     """
     around = HEALTH_SECONDS + JOIN_SECONDS + 3 * LAST_ANSWERS_SECONDS + 5 * CLEANUP_SECONDS
     return settings.timeout_seconds + around + SEARCH_SECONDS
@@ -346,7 +360,7 @@ def seconds_to_give_up(settings: WeightsConfig) -> float:
 def sending_device(engines: EngineConfig) -> torch.device:
     """Return the kind of device from which weights are sent: CUDA only if the engines use GPUs too.
 
-    NCCL and IPC handles do not reach engines that run on CPUs.
+    Engines that run on CPUs can receive neither NCCL broadcasts nor CUDA IPC handles.
     """
     reached = torch.cuda.is_available() and engines.device != "cpu"
     return torch.device("cuda" if reached else "cpu")

@@ -1,17 +1,20 @@
-"""Sends weights as differences from the previous version, in bfloat16, to engines behind slow
-links.
+"""Sends weights as differences from the previous version, in bfloat16, for engines on slow
+networks.
 
-    <directory>/<lineage.number>/          whole, as `disk` publishes it, in bfloat16
-    <directory>/<lineage.number>.delta/    each shard's difference from the previous version
+    <directory>/<lineage.number>/          the complete version, as `disk` writes it, in bfloat16
+    <directory>/<lineage.number>.delta/    difference of each file from the previous version
 
-An engine that has the previous version reads only the `.delta` directory. The whole version is what
-later differences are computed from, and what a receiver reads if it needs the whole version.
+A receiver is the part of an engine that reads these directories (`weight_sync/receiver.py`). If it
+has the previous version, it reads only the `.delta` directory, otherwise the complete version. The
+trainer needs the complete version too, to compute the next differences.
 
 Invariants
-- A receiver produces exactly the published bits: both manifests contain the same checksums of the
-  whole shards, and a difference contains the checksum of its result.
-- Engines load a version only when all of them have it completely on their own machine.
-- Every `FULL_EVERY`-th version has no differences, so that all engines read it whole.
+- The weights that a receiver computes are equal to the published ones bit for bit. This is checked:
+  both directories' manifests contain checksums of the complete files, and each difference contains
+  the checksum of its result.
+- Engines load a version only after all of them have it completely on their own machines.
+- Every `FULL_EVERY`-th version is published without differences, so that all engines read the
+  complete version.
 """
 
 import mmap
@@ -41,18 +44,18 @@ from megatron_async.weight_sync.version_directory import (
 )
 
 NEEDS_FULL_STATUS = 409
-# Number of versions from one that is read whole to the next. A whole version limits how many
-# versions an engine that starts late has to read, and a sixteenth of the versions costs little
-# bandwidth.
+# Every 16th version is published without differences, so all engines read it completely. This
+# limits how many versions depend on each other, and reading one of 16 versions completely costs
+# little bandwidth.
 FULL_EVERY = 16
-# Scales of quantized weights (`quantize.py`) must not be rounded, since that changes all weights of
-# their block.
+# Suffix of names of scales of quantized weights (`quantize.py`). They must not be rounded, because
+# that would change all weights of a block.
 _KEPT_AS_IT_IS = "_scale_inv"
 
 
 def rounded(bucket: Bucket) -> list[tuple[str, Tensor]]:
-    """Convert floating-point tensors wider than 16 bits to bfloat16, except scales; keep all
-    others."""
+    """Convert floating-point tensors with more than 16 bits to bfloat16. Scales of quantized
+    weights and all other tensors are kept unchanged."""
 
     def convert(name: str, tensor: Tensor) -> Tensor:
         wide = tensor.is_floating_point() and tensor.element_size() > 2
@@ -64,19 +67,21 @@ def rounded(bucket: Bucket) -> list[tuple[str, Tensor]]:
 
 
 class _StageWriter(ShardWriter):
-    """Writes the shards of one stage twice: whole, and as differences from the previous version."""
+    """Writes the tensors of one pipeline stage twice: as complete files (shards), and as
+    differences from the files of the previous version."""
 
     def __init__(self, whole: VersionWriter, delta: VersionWriter, stage: int, base: Path | None):
         super().__init__(whole, stage)
         self._delta = delta
         self._base = base
-        # Differences of this stage's shards from the base (the previous version), by shard name.
-        # None if the stage has none, because there is no base or the base lacks one of its shards.
+        # Files with the differences of this stage's shards from the base (the previous version), by
+        # shard name. None if the stage has no differences, because there is no base or the base
+        # lacks a shard.
         self.files: dict[str, ShardRecord] | None = None if base is None else {}
 
     def write(self, bucket: Bucket) -> tuple[str, bytes]:
-        """Write a bucket as the next shard, and its difference; return the shard's name and
-        content."""
+        """Write a bucket as the next shard, and its difference from the base if possible; return
+        the shard's name and content."""
         name, data = super().write(rounded(bucket))
         if self.files is not None and self._base is not None:
             difference = _difference(self._base / name, data)
@@ -87,10 +92,12 @@ class _StageWriter(ShardWriter):
         return name, data
 
     def with_stages_before(self, before: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the manifest entries of all shards that this stage and the previous stages wrote.
+        """Return the manifest entries of all shards that this pipeline stage and the stages before
+        it wrote.
+        || `before` has the entries of the stages before it.
 
-        In addition to `shards` and `owners`, there is the field `files` of `VersionManifest`, with
-        the differences. It is None if any stage has no differences.
+        The result has the fields `shards`, `owners` and `files` of `VersionManifest`. `files`
+        describes the differences; it is None if any of these stages has no differences.
         """
         files, earlier = self.files, before.get("files", {})
         both = None if files is None or earlier is None else {**earlier, **files}
@@ -138,11 +145,11 @@ class DeltaSender(DiskSender):
             raise
 
     def _find_base(self, name: str) -> Path | None:
-        """Return the directory of the newest other version that was completely published, to
-        compute differences from.
+        """Return the directory of the newest completely published version other than `name`, from
+        which differences are computed.
 
-        None if there is none, or if the next version must be sent without differences (every
-        `FULL_EVERY`-th).
+        Return None if there is no such version, or if this version must be published without
+        differences, as every `FULL_EVERY`-th.
         """
         if self._in_a_row + 1 >= FULL_EVERY:
             return None
@@ -158,14 +165,15 @@ class DeltaSender(DiskSender):
     def _publish(
         self, whole: VersionWriter, delta: VersionWriter, base: Path | None, transfer: Transfer
     ) -> VersionManifest:
-        """Publish the whole version and, if they exist, its differences; return the manifest for
-        receivers."""
+        """Publish the complete version and, if they exist, its differences; return the manifest
+        that receivers read."""
         written = transfer.written
         manifest = VersionManifest(str(transfer.version), written["shards"], written["owners"])
         keep(self._published, whole.finish(manifest))
         against = None
         if base is not None and written["files"] is not None:
-            with suppress(ComponentFailure):  # The base was damaged in the meantime.
+            # The base may have been damaged since the differences were computed; then publish none.
+            with suppress(ComponentFailure):
                 against = read_manifest(base).digest
         if against is not None:
             manifest = replace(manifest, base=against, files=written["files"])
@@ -177,7 +185,8 @@ class DeltaSender(DiskSender):
         return manifest
 
     def _deliver(self, manifest: VersionManifest, transfer: Transfer) -> None:
-        """Let every receiver make the version complete; when all have, let all engines load it."""
+        """Let every engine's receiver write the complete version on its machine; when all have done
+        so, let all engines load it."""
         everybody = range(len(self.calls.engines))
         received: dict[int, dict[str, Any]] = {}
         if manifest.files is not None:
@@ -207,7 +216,8 @@ class DeltaSender(DiskSender):
         seconds = time_left(transfer.deadline)
         calls = self.calls.start("receive_weights", lambda _: body, seconds, only=indices)
         for call in calls:
-            call.exception()  # Waits for the call, which has its own limit.
+            # Wait for the call, which has its own time limit, without raising its error.
+            call.exception()
         failures = failures_of(calls)
         raise_together([e for e in failures if full or e.status != NEEDS_FULL_STATUS])
         answered = zip(indices, calls, strict=True)

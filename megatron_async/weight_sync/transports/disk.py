@@ -1,8 +1,9 @@
-"""Sends weights through a directory that engines share: safetensors shards, a manifest, a rename.
+"""Sends weights through a directory that trainer and engines share: writes safetensors files
+(shards) and a manifest, renames the directory, and lets the engines load it.
 
 Invariants
 - The directory of a version exists completely or not at all (`version_directory.py`).
-- The version that engines use is never removed. Of the older versions, `KEEP` - 1 stay.
+- The `KEEP` newest versions are kept, so the version that engines use is never removed.
 - The directory belongs to this run only. Once an update is verified, versions of earlier processes
   and incomplete versions are removed.
 - Pipeline stages write their shards in parallel; the last stage publishes the version.
@@ -29,7 +30,8 @@ KEEP = 2
 
 
 class ShardWriter:
-    """Writes the shards of one stage of a version, one shard for each bucket."""
+    """Writes the tensors of one pipeline stage to files (shards) of a version directory, one for
+    each bucket."""
 
     def __init__(self, target: VersionWriter, stage: int) -> None:
         self._target = target
@@ -46,7 +48,8 @@ class ShardWriter:
         return name, data
 
     def write_all(self, transfer: Transfer) -> None:
-        """Write every bucket of a transfer, each while the next one is gathered."""
+        """Write every bucket of a transfer as a shard. While a bucket is written, the next one is
+        gathered."""
         with BackgroundStage[Bucket](self.write) as writes:
             for bucket in transfer.buckets():
                 transfer.lap("gather")
@@ -56,10 +59,11 @@ class ShardWriter:
         transfer.report.phases["write"] += writes.busy_seconds
 
     def with_stages_before(self, before: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the manifest entries of all shards that this stage and the previous stages wrote.
+        """Return the manifest entries of all shards that this pipeline stage and the stages before
+        it wrote.
 
-        The entries are the fields `shards` and `owners` of `VersionManifest`. `before` has them for
-        the previous pipeline stages.
+        The result has the fields `shards` and `owners` of `VersionManifest`, and `before` has them
+        for the stages before.
         """
         return {
             "shards": {**before.get("shards", {}), **self.shards},
@@ -92,9 +96,10 @@ class DiskSender(WeightSender):
             raise
 
     def settle(self) -> None:
-        """Remove everything from the directory except the versions that this process keeps.
+        """Remove everything from the directory except the newest versions that this sender has
+        published.
 
-        Does nothing in pipeline stages that do not publish.
+        Do nothing in a pipeline stage other than the last, which is the only one that publishes.
         """
         if self._published:
             wanted = {path.name for path in self._published}
@@ -103,7 +108,7 @@ class DiskSender(WeightSender):
                     shutil.rmtree(found, ignore_errors=True)
 
     def _load(self, paths: Sequence[str], transfer: Transfer) -> None:
-        """Let each engine load the version from its own path."""
+        """Let each engine load the version from its entry of `paths`; wait until all have."""
         loads = self.calls.start(
             "update_weights_from_disk",
             lambda index: {

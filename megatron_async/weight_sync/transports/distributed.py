@@ -1,22 +1,24 @@
-"""Sends weights by collective broadcast; the sender is rank 0, the engines are the other ranks.
+"""Sends weights by broadcasts over a process group, in which the sender is rank 0 and the
+tensor-parallel ranks of all engines are the other ranks.
 
 The backend is gloo or NCCL.
 
 Invariants
 - Each pipeline stage has its own group, in which its sender is rank 0. Engines join the group with
   SGLang's `init_custom_process_group`. The sender joins it with a gloo or NCCL backend object that
-  it creates itself, on the same keys of the rendezvous store (`rendezvous_store`). The object is
-  not registered in `torch.distributed`: the trainer's default group and the global tables are never
-  touched, and the sender can discard the group at any time.
+  it creates itself, with the same keys in the rendezvous store as SGLang (`rendezvous_store`). The
+  object is not registered in `torch.distributed`. So the trainer's default group and torch's global
+  tables are not changed, and the sender can discard the group at any time.
 - Each group has a new port, and a name that no trainer on any host has used before, because an
   engine rejects a name that it knows.
-- A dead engine does not block the sender. Broadcasts are polled together with the HTTP calls that
-  announce them, up to the deadline, and the first failure of either ends the update. Calls that may
-  block inside NCCL (the first broadcast of a group, and its end) run on a thread that is abandoned
-  if it hangs.
-- While one bucket is transferred, the next is gathered. While an engine loads one, the next is
-  transferred (in an engine, the hooks of `engines/sglang/weight_updater.py` call `prefetch.py`). An
-  engine has one announcement at a time.
+- A dead engine does not block the sender. Until the deadline, it polls both the broadcast and the
+  HTTP calls that have announced the bucket, and the first failure of either ends the update. Calls
+  that may block inside NCCL (the first broadcast of a group, and its end) run on a thread that is
+  abandoned if it hangs.
+- Buckets are sets of tensors that are broadcast together. While one bucket is transferred, the next
+  is gathered. While an engine loads one, the next is transferred; in the engine, hooks receive it
+  ahead (`engines/sglang/weight_updater.py`). Only one announcement at a time is pending at an
+  engine.
 """
 
 import contextlib
@@ -56,8 +58,8 @@ from megatron_async.weight_sync.transports.flat_bucket import Buffers, FlatBucke
 
 _FIRST_POLL_SECONDS = 5e-5
 _LONGEST_POLL_SECONDS = 5e-4
-# NCCL's own time limit. The deadline of the update, which counts only time in which this process
-# runs, is earlier and aborts the group.
+# NCCL's own time limit, a day, so that it never matters. The deadline of the update comes earlier
+# and aborts the group; unlike NCCL's limit, it counts only time in which this process runs.
 _LATER_SECONDS = 86_400.0
 
 _logger = logging.getLogger(__name__)
@@ -65,8 +67,8 @@ Answers = Sequence[Future[dict[str, Any]]]
 
 
 def rendezvous_store(store: dist.Store, name: str, device: str) -> dist.Store:
-    """Return the store that SGLang's group `name` uses for its rendezvous on this kind of
-    device."""
+    """Return a view of `store` with the key prefixes that SGLang uses when it creates the group
+    `name` for this kind of device, so that the sender finds the engines' keys."""
     by_group = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))
     return dist.PrefixStore(f"{device}/", by_group)
 
@@ -111,9 +113,10 @@ class _Link:
         self._group._set_default_timeout(timedelta(seconds=seconds))
 
     def start_first(self, tensor: Tensor) -> Future[None]:
-        """Call `start` on a separate thread; with NCCL it only returns once all ranks have entered
-        the broadcast."""
-        # Each thread has its own current stream; the tensor is written on the caller's stream.
+        """Call `start` on a separate thread, because with NCCL the first broadcast of a group
+        returns only once all ranks have entered it, and a dead engine never does."""
+        # Each thread has its own current CUDA stream. Use the caller's stream, on which the tensor
+        # is written, so that the broadcast comes after that.
         stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
         def start() -> None:
@@ -135,7 +138,8 @@ class _Link:
         return bool(self._work.is_completed())
 
     def finish(self) -> None:
-        """Complete the broadcast once `done` is true.
+        """Check that the broadcast has succeeded, and release its tensor. Call this once `done` is
+        true.
 
         Raises:
             RuntimeError: If the broadcast has failed.
@@ -145,10 +149,11 @@ class _Link:
         self._work = None
 
     def begin_drop(self) -> None:
-        """Start to close all connections of the group, even during a broadcast.
+        """Start to close all connections of the group in the background, even during a broadcast.
 
-        A work handle keeps gloo's connections open, also if only an exception's traceback refers to
-        it. This object has the only reference to it.
+        The handle of a running broadcast keeps gloo's connections open as long as anything refers
+        to it, even the traceback of an exception. Therefore only this object refers to it, and
+        drops it here.
         """
         self._work = None
         if self._group is not None:
@@ -156,7 +161,8 @@ class _Link:
             self._group = None
 
     def drop(self) -> None:
-        """Close all connections of the group; wait for that for `CLEANUP_SECONDS` at most."""
+        """Close all connections of the group, and wait at most `CLEANUP_SECONDS` until they are
+        closed."""
         self.begin_drop()
         if self._ended is None:
             return
@@ -210,7 +216,8 @@ class DistributedSender(WeightSender):
             ) from error
         self._link = link
         gather(joins)
-        # A gloo broadcast, and its connections, cannot be ended before its own limit.
+        # A gloo broadcast and its connections cannot be ended before the group's own time limit, so
+        # give it the limit of the update.
         by_gloo = link.backend == "gloo"
         link.set_limit(self.settings.timeout_seconds if by_gloo else _LATER_SECONDS)
 
@@ -221,9 +228,9 @@ class DistributedSender(WeightSender):
         leaving = self.calls.start(
             "destroy_weights_update_group", lambda _: {"group_name": link.name}, CLEANUP_SECONDS
         )
-        # An engine that leaves the group ends the broadcast to itself. An engine that has posted a
-        # receive, or is blocked in one, can leave only after the receive has ended. Closing this
-        # process's connections ends the receive.
+        # Engines are told to leave first, and then this process closes its connections: an engine
+        # that waits in a receive can leave only after the receive has ended, which closing the
+        # connections causes.
         link.drop()
         for future in leaving:
             future.exception()
@@ -231,7 +238,8 @@ class DistributedSender(WeightSender):
     def _transfer(self, transfer: Transfer) -> None:
         announced: Answers = ()
         deadline = transfer.deadline
-        # Between updates a device's memory is needed for other purposes.
+        # Buffers on a GPU are allocated for each update, because their memory is needed for other
+        # purposes between updates. Buffers on the host are kept.
         on_host = self._device.type == "cpu"
         buffers = self._host_buffers if on_host else Buffers(self._device)
         for bucket, following in with_next(transfer.buckets()):
@@ -239,17 +247,17 @@ class DistributedSender(WeightSender):
             transfer.lap("gather")
             if announced:
                 self._wait_for_broadcast(announced, transfer)
-                # Engines have posted the receive of this bucket. It is announced only after they
-                # have loaded the previous one, because two running calls could overtake each other.
+                # The engines wait for this bucket already, so broadcast it. Announce it only after
+                # they have loaded the previous bucket, because two announcements at the same time
+                # could be processed in the wrong order.
                 self._require_link().start(flat.bytes_N)
                 self._wait_for_answers(announced, deadline)
                 transfer.lap("wait for load")
                 announced = self._announce(flat, following, transfer)
             else:
                 self._begin_session(transfer)
-                # The first bucket is announced before its broadcast: no engine has posted a receive
-                # yet, and NCCL's first broadcast of a group returns only once all ranks have called
-                # it.
+                # Announce the first bucket before its broadcast: no engine waits for it yet, and
+                # NCCL's first broadcast of a group returns only once all ranks have entered it.
                 announced = self._announce(flat, following, transfer)
                 self._start_first(flat.bytes_N, announced, transfer)
             transfer.report.sent_bytes += flat.bytes_N.nbytes
@@ -259,7 +267,8 @@ class DistributedSender(WeightSender):
         self._end_session(transfer)
 
     def _announce(self, flat: FlatBucket, following: Bucket | None, transfer: Transfer) -> Answers:
-        """Announce a bucket to all engines; the last bucket of the last stage announces the version
+        """Start HTTP calls that announce a bucket to all engines; return the calls, which end when
+        the engines have loaded it. The last bucket of the last pipeline stage announces the version
         too."""
         body: dict[str, Any] = {
             "names": flat.names,
@@ -276,7 +285,7 @@ class DistributedSender(WeightSender):
         return self.calls.start("update_weights_from_distributed", lambda _: body, seconds)
 
     def _start_first(self, tensor: Tensor, announced: Answers, transfer: Transfer) -> None:
-        """Start the first broadcast of the group, and wait until the call has returned.
+        """Start the first broadcast of the group, and wait until all engines have entered it.
 
         Raises the same errors as `_wait_for`.
         """
@@ -298,28 +307,28 @@ class DistributedSender(WeightSender):
         announced: Answers,
         transfer: Transfer,
     ) -> None:
-        """Poll until `done()` is true, then call `result`.
+        """Poll until `done()` returns True or an engine fails, and then call `result`.
 
         Args:
-            done: Whether the work has ended.
-            result: Raises RuntimeError if the work has failed.
-            otherwise: Start of the message if the work does not end.
-            announced: Calls that have announced the bucket to the engines.
+            done: Function that returns whether the work has ended.
+            result: Function that raises RuntimeError if the work has failed.
+            otherwise: Beginning of the error message if the work does not end before the deadline.
+            announced: Calls that have announced the bucket to the engines, one for each engine.
             transfer: The transfer, with its deadline.
 
         Raises:
             EngineCallError: If engines reject the announcement or have caused the failure; it names
                 them.
-            ComponentFailure: If the deadline passes, or the work fails without an engine that
-                caused it.
+            ComponentFailure: If the deadline passes or the work fails, and no engine is found to be
+                the cause.
         """
         pause = _FIRST_POLL_SECONDS
         while not done():
             self._raise_failures(announced)
             if not transfer.deadline.left:
-                # An engine that only waits for this rank replies once our connections close; then
-                # the limit is too short. An engine that does not reply is frozen, or waits for a
-                # frozen one.
+                # Find the engines at fault. An engine that only waits for this rank replies once
+                # this rank's connections are closed, and is not at fault. An engine without a reply
+                # is frozen or waits for a frozen engine. If all reply, the time limit is too short.
                 self._require_link().begin_drop()
                 wait(announced, 2 * LAST_ANSWERS_SECONDS)
                 raise_together([f for f in failures_of(announced) if f.status is None])
@@ -337,7 +346,7 @@ class DistributedSender(WeightSender):
             raise ComponentFailure(f"the weight broadcast failed: {error}") from error
 
     def _wait_for_answers(self, announced: Answers, deadline: AwakeDeadline) -> None:
-        """Wait until all engines have loaded the bucket.
+        """Wait until all engines have loaded the bucket that was announced by these calls.
 
         Raises:
             EngineCallError: As soon as an engine fails.
@@ -348,8 +357,8 @@ class DistributedSender(WeightSender):
         gather(announced)
 
     def _raise_failures(self, announced: Answers) -> None:
-        """Raise an EngineCallError if a call has failed; it names the engines that have caused the
-        failure."""
+        """Raise an EngineCallError if one of these calls has failed. It names the engines that
+        caused the failure, which need not be the engine that was called."""
         if raise_own_failures(announced):
             self._require_link().begin_drop()
             raise_lost(announced, self.calls)
@@ -361,8 +370,8 @@ class DistributedSender(WeightSender):
 
 
 def _run_detached(work: Callable[[], None]) -> Future[None]:
-    """Run `work` on a daemon thread, which nothing has to wait for, not even the end of the
-    process."""
+    """Run `work` on a daemon thread; return a future of its result. If `work` hangs, the thread can
+    be abandoned, and even the exit of the process does not wait for it."""
     future: Future[None] = Future()
 
     def run() -> None:
@@ -378,7 +387,7 @@ def _run_detached(work: Callable[[], None]) -> Future[None]:
 
 
 def _raise_first_failure(calls: Answers, wait_seconds: float) -> None:
-    """Raise all failures so far once a call has failed, or after `wait_seconds`; return if there
-    are none."""
+    """Wait until a call has failed or all have ended, at most `wait_seconds`. Then raise all
+    failures so far together; return if there are none."""
     wait(calls, wait_seconds, return_when=FIRST_EXCEPTION)
     raise_together(failures_of(calls))

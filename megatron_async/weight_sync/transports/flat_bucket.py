@@ -23,8 +23,8 @@ class FlatBucket:
 
     @cached_property
     def tensors(self) -> list[tuple[str, Tensor, int]]:
-        """For each tensor: its name, the tensor as a view of the bytes, and the index of its first
-        byte."""
+        """One tuple for each tensor: its name, the tensor as a view of `bytes_N`, and the index of
+        its first byte."""
         found, start = [], 0
         for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True):
             kind: torch.dtype = getattr(torch, dtype)
@@ -37,8 +37,8 @@ class FlatBucket:
 def flatten(bucket: Bucket, allocate: Callable[[int], Tensor]) -> FlatBucket:
     """Copy the tensors of a bucket into the start of the byte tensor that `allocate(size)` returns.
 
-    Wider types come first, so that every tensor starts at a multiple of its element size. A tensor
-    that is at its position already is not copied.
+    Tensors with larger elements come first, so that every tensor starts at a multiple of its
+    element size. A tensor whose memory is that position already is not copied.
     """
     ordered: list[NamedTensor] = sorted(bucket, key=lambda item: -item[1].element_size())
     size = size_of(bucket)
@@ -57,18 +57,19 @@ def flatten(bucket: Bucket, allocate: Callable[[int], Tensor]) -> FlatBucket:
 class Buffers:
     """Two byte tensors that are used alternately: one is sent while the other is filled.
 
-    They are reused because the first use of new memory is slow.
+    They are kept and used again, because the first use of new memory is slow.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._turn = 0
         self._held = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
-        # Unlike `device`, this one always has an index, so that it equals the device of a tensor.
+        # Device of a tensor, which always has an index (`cuda:0`), so that it can be compared with
+        # the devices of other tensors; the argument `device` may have none.
         self.device = self._held[0].device
 
     def next(self, size: int) -> Tensor:
-        """Return a buffer of at least `size` bytes. Every buffer except the last returned one must
-        be unused."""
+        """Return a buffer of at least `size` bytes. It is the buffer that was returned before the
+        last one, so the caller must no longer use that."""
         self._turn ^= 1
         if self._held[self._turn].nbytes < size:
             self._held[self._turn] = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -77,8 +78,9 @@ class Buffers:
     def flatten(self, bucket: Bucket) -> FlatBucket:
         """Copy the tensors of a bucket into the next buffer.
 
-        A single contiguous tensor on the right device, such as an embedding, is used without a copy
-        and without a buffer, which would be the largest.
+        If the bucket is a single contiguous tensor on the right device, such as an embedding, its
+        own memory is used without a copy. That saves the largest buffer, because only large tensors
+        have a bucket of their own.
         """
         alone = bucket[0][1].detach() if len(bucket) == 1 else None
         if alone is None or not alone.is_contiguous() or alone.device != self.device:

@@ -1,19 +1,21 @@
-"""Sends weights to engines on the same host: by value to CPUs, by CUDA IPC handle to GPUs.
+"""Sends weights to engines on the same host by HTTP calls. For engines on CPUs the calls contain
+the values. For engines on GPUs they contain CUDA IPC handles, with which the engine opens the
+trainer's memory.
 
-A bucket is sent as one flat tensor, because one handle for each tensor would cost several times as
-much (benchmarks/results/gpu/h100.md).
+The tensors of a bucket are packed into one byte tensor, because sending one handle for each tensor
+was measured to take several times as long (benchmarks/results/gpu/h100.md).
 
-An engine on one GPU gets the handles of the rank that sends. An engine on several GPUs
-(`gpu_sharing.py`) gets, for each of its tensor ranks, the handles of the trainer rank on the same
-GPU (`PayloadBucket`).
+Every tensor-parallel rank of an engine needs a payload, which contains values or a handle. If the
+engine is on the trainer's own GPUs (`gpu_sharing.py`), each payload is made by the trainer rank on
+the same GPU (`PayloadBucket`). Otherwise all are the same, made by the rank that sends.
 
 Invariants
-- To a GPU only a handle is sent; the tensor stays alive until every engine has replied. To engines
-  on a CPU values are sent, wherever the trainer is.
+- A tensor of which a handle was sent stays alive until every engine has replied. Engines on CPUs
+  get values even if the trainer is on GPUs.
 - While engines load one bucket, the next is gathered and serialized.
-- Handles name their device by UUID, as SGLang reads them, because the device numbers of the engine
-  may differ from the trainer's.
-- Only a plain tensor and its metadata are pickled, and only for engines of this run.
+- A handle names its GPU by UUID, which SGLang supports, because the same GPU may have different
+  numbers in the engine and in the trainer.
+- Pickles contain only a plain tensor and its metadata, and are sent only to engines of this run.
 """
 
 import base64
@@ -39,15 +41,15 @@ from megatron_async.weight_sync.transports.base import (
 )
 from megatron_async.weight_sync.transports.flat_bucket import FlatBucket, flatten
 
-# Index of the device among the arguments of torch.multiprocessing.reductions.rebuild_cuda_tensor.
+# Index of the argument `storage_device` of torch.multiprocessing.reductions.rebuild_cuda_tensor.
 _DEVICE_ARGUMENT = 6
 
 
 class _HandlePickler(pickle.Pickler):
     """Pickles CUDA tensors as IPC handles whose device is a UUID, and everything else by value.
 
-    It is not a ForkingPickler, because that class shares CPU tensors through a socket, which kills
-    SGLang's server.
+    torch's ForkingPickler cannot be used, because it shares CPU tensors through a socket, which
+    kills SGLang's server.
     """
 
     def reducer_override(self, value: Any) -> Any:
@@ -63,10 +65,11 @@ class _HandlePickler(pickle.Pickler):
 
 
 class PayloadBucket(list[NamedTensor]):
-    """A bucket with a payload for each tensor rank of an engine; only the engine's leader has
-    payloads.
+    """A bucket with a payload (serialized values, or a memory handle) for each tensor-parallel rank
+    of an engine. Only on the rank that sends to the engine are there payloads.
 
-    The payload of this rank may be a handle to `flat`, which lives as long as this object.
+    This rank's payload may be a handle to the memory of `flat`, so `flat` is kept as long as this
+    object exists.
     """
 
     def __init__(self, flat: FlatBucket | None, payloads: Sequence[str] = ()) -> None:
@@ -76,14 +79,15 @@ class PayloadBucket(list[NamedTensor]):
 
 
 def flat_copy(bucket: Bucket, by_value: bool) -> FlatBucket:
-    """Copy a bucket into new memory: on the host if `by_value`, otherwise on the bucket's
-    device."""
+    """Copy a bucket into new memory as one byte tensor: on the host if `by_value`, otherwise on the
+    bucket's device."""
     device = torch.device("cpu") if by_value else bucket[0][1].device
     return flatten(bucket, lambda size: torch.empty(size, dtype=torch.uint8, device=device))
 
 
 def serialize(flat: FlatBucket) -> str:
-    """Return the base64 of a pickle that SGLang's unpickler accepts as a `flattened_bucket`."""
+    """Return a flat bucket as a base64 text of a pickle, in the form that SGLang accepts for
+    `load_format: flattened_bucket`."""
     metadata = [
         SimpleNamespace(
             name=name,
@@ -99,7 +103,9 @@ def serialize(flat: FlatBucket) -> str:
     payload = {"flattened_tensor": flat.bytes_N, "metadata": metadata}
     _HandlePickler(buffer, pickle.HIGHEST_PROTOCOL).dump(payload)
     if flat.bytes_N.is_cuda:
-        torch.cuda.synchronize()  # The engine must not read before this rank's copy has ended.
+        # Wait until the copy into `flat` has ended on the GPU, because an engine with the handle
+        # could read before.
+        torch.cuda.synchronize()
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
@@ -132,7 +138,8 @@ class TensorSender(WeightSender):
         self._end_session(transfer)
 
     def _handed(self, tensors: Bucket) -> PayloadBucket:
-        """Return a bucket with the same payload for every tensor rank, made by this rank only."""
+        """Return a bucket with the same payload, made by this rank, for every tensor-parallel rank
+        of the engine."""
         flat = flat_copy(tensors, self._by_value)
         return PayloadBucket(flat, [serialize(flat)] * self.engine_settings.tensor)
 
