@@ -1,16 +1,18 @@
-"""Computes a checksum of a tensor as the sum of checksums of its slices, however it is cut.
+"""Computes a checksum of a tensor that equals the sum of the checksums of its slices, however the
+tensor is cut.
 
     checksum(whole) == sum(checksum(piece) for piece in any cut of it)    (mod 2**64)
 
-The checksum is the sum over all elements of a hash of the element's index in the whole tensor and
-its bits. Two tensors have the same checksum exactly when the same bits are at the same indices
-(except by chance, with probability 2**-64). So the ranks of any layout can agree on the checksum of
-a tensor that none of them has completely: each sums over its own slices, and the sums are added.
+Each element's bits and its index in the whole tensor are hashed together; the checksum is the sum
+of these hashes. Two tensors have the same checksum exactly when the same bits are at the same
+indices (except by chance, with probability 2**-64). So ranks can compute the checksum of a tensor
+that none of them has completely, however it is divided over them: each sums over its own slices,
+and the sums are added.
 
 A `TensorTally` accumulates the checksum slice by slice and rank by rank.
 
 Invariants
-- The value is part of the checkpoint format: it does not depend on layout, device or chunk size.
+- Checkpoints contain the value, so it does not depend on the layout, the device or the chunk size.
 - The computation runs on the tensor's own device in chunks, so that it needs the memory of one
   chunk, whatever the tensor's size.
 """
@@ -26,21 +28,22 @@ from torch import Tensor
 
 from megatron_async.checkpoint.manifest import CorruptCheckpoint, TensorRecord
 
-# Odd constants: that of the golden ratio (Knuth 1998, section 6.4), and the factors of SplitMix64's
-# mixing function (Steele, Lea and Flood 2014, OOPSLA, figure 15).
+# Odd constants of the hash: the golden ratio times 2**64 (Knuth 1998, section 6.4), and the two
+# factors of SplitMix64's mixing function (Steele, Lea and Flood 2014, OOPSLA, figure 15).
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Elements from which a slice in host memory is divided over threads.
+# Number of elements from which on a slice in host memory is divided over threads.
 _LARGE = 1 << 22
-# Elements of a chunk: few enough for a core's cache; a GPU needs larger chunks to be busy.
+# Number of elements that are processed at a time, by device: few enough for the cache of a CPU
+# core; on a GPU many, so that it is busy.
 _CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}
 
 
 def checksum(piece: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
     """Return the checksum of `piece`, a slice of a larger tensor, as an int64 scalar on its device.
 
-    The 64 bits wrap around. A large slice in host memory is divided over as many threads as torch
+    Sums are modulo 2**64. A large slice in host memory is divided over as many threads as torch
     uses.
 
     Args:
@@ -60,13 +63,13 @@ def checksum(piece: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Ten
 
 
 def _checksum(piece: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Compute `checksum`, which explains the arguments, in the calling thread and in chunks of
-    limited size."""
+    """Compute the result of `checksum`, with the same arguments, in the calling thread and in
+    chunks of limited size."""
     stride = shape[-1]
     first = offsets[-1] + (offsets[0] * stride if len(shape) == 2 else 0)
     bits_RC = piece.detach().view(_BITS[piece.element_size()])
     bits_RC = bits_RC.reshape(-1, piece.shape[-1])
-    # Whole rows are one span of consecutive indices.
+    # If the slice has whole rows, its elements have consecutive indices, so treat it as one row.
     if bits_RC.shape[1] == stride and bits_RC.is_contiguous():
         bits_RC = bits_RC.reshape(1, -1)
     limit = _CHUNK.get(piece.device.type, _CHUNK["cpu"])
@@ -120,7 +123,7 @@ class TensorTally:
         """Return the manifest's record of tensor `name`: its precision, shape and total checksum.
 
         Raises:
-            CorruptCheckpoint: If elements are missing or were counted twice.
+            CorruptCheckpoint: If the number of counted elements is not that of the whole tensor.
         """
         if self.elements != prod(self.shape):
             raise CorruptCheckpoint(
@@ -132,8 +135,8 @@ class TensorTally:
 def tally(
     tallies: dict[str, TensorTally], name: str, shape: Sequence[int], dtype: torch.dtype
 ) -> TensorTally:
-    """Return the tally of tensor `name` from `tallies`, where it is created if it does not
-    exist."""
+    """Return the tally (running checksum and element count) of tensor `name` from `tallies`; add a
+    new one if it does not exist."""
     return tallies.setdefault(name, TensorTally(dtype_name(dtype), tuple(shape)))
 
 
@@ -161,7 +164,7 @@ def compare(expected: Mapping[str, TensorRecord], found: Mapping[str, TensorTall
 
     Args:
         expected: The tensors' records in the manifest.
-        found: The tallies of the tensors as loaded.
+        found: The tallies (checksums and element counts) of the loaded tensors.
 
     Raises:
         CorruptCheckpoint: For the first tensor, by name, that differs.

@@ -26,7 +26,8 @@ def first_error(mine: str | None, group: dist.ProcessGroup | None = None) -> str
 def corrupt_on_all(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Make every rank raise CorruptCheckpoint if one rank raises it inside the block.
 
-    Collective: every rank of `group` enters and leaves the block.
+    All ranks then raise the error of the lowest such rank. Collective: every rank of `group` enters
+    and leaves the block.
     """
     problem = None
     try:
@@ -38,10 +39,11 @@ def corrupt_on_all(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def shared_faults(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Check the files of a checkpoint, divided over the ranks; return all faults, on every rank.
+    """Check the files of a checkpoint, with each rank reading some of them; return the faults of
+    all files on every rank.
 
-    Each fault is one sentence, as from `faults`. Collective if torch.distributed is initialized;
-    otherwise this process reads all files.
+    Each fault is described by one sentence. If torch.distributed is initialized, every rank of
+    `group` must make this call; otherwise this process reads all files.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     files = checkpoint.manifest.files

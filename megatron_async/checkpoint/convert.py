@@ -3,20 +3,21 @@
     hf_to_megatron("models/llama", "weights/llama", tensor=4, pipeline=2)
     megatron_to_hf("runs/my-run", "export/my-run")
 
-The Megatron side is a checkpoint of this project: files for each rank, finalized by a manifest. A
-checkpoint that a run has saved can be converted at any time, and a converted checkpoint is a
-starting point of a run (`model.checkpoint`). A converted checkpoint contains the Hugging Face
-config and tokenizer in `hf/`.
+A distributed checkpoint is one of this project: files for each rank, and a manifest. A checkpoint
+that a run has saved can be converted to a Hugging Face directory at any time, and a checkpoint that
+was converted from one can be the starting point of a run (`model.checkpoint`). A converted
+checkpoint contains the Hugging Face config and tokenizer in `hf/`.
 
 A progress bar shows bytes or elements, unless the caller turns it off.
 
 Invariants
-- The conversion is streamed: memory contains the tensors of one parameter (to Megatron), or of one
-  output file (to Hugging Face), never a model.
+- The whole model is never in memory. `hf_to_megatron` has the tensors of one parameter at a time in
+  memory, and `megatron_to_hf` those of one output file.
 - The destination appears completely or not at all; an existing destination is never overwritten.
-- The conversion is bit-exact: values are cut and joined, and cast only if `dtype` or config.json
-  requires it.
-- The checksum of each parameter is written, and compared when the parameter is read.
+- Values are only cut and joined, so they are equal bit for bit unless they are cast to another
+  precision: that of `dtype`, and for a checkpoint of a run that of the trained model and of
+  config.json.
+- `hf_to_megatron` stores a checksum of each parameter, and `megatron_to_hf` compares it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -72,7 +73,8 @@ from megatron_async.run_directory import RunDirectory
 
 HF_FOLDER = "hf"
 CONVERTED = "weights_only"
-PARAMETER_DTYPE = "parameter_dtype"  # Manifest key: precision of the model that the run trained.
+# Key in the manifest: precision of the parameters of the model that the run trained.
+PARAMETER_DTYPE = "parameter_dtype"
 _OPEN_FILES = 1
 
 
@@ -92,14 +94,15 @@ def hf_to_megatron(
     """Convert the weights of a Hugging Face directory to a checkpoint for `tensor` x `pipeline`
     ranks.
 
-    The checkpoint loads at every other layout too; at this layout each rank reads only its own
-    file.
+    It can be loaded by any other number of ranks too; with this division each rank reads only its
+    own files.
 
     Args:
         source: The Hugging Face directory.
         destination: The checkpoint directory to create.
-        dtype: Precision of the checkpoint; None keeps that of each tensor.
-        family: Architecture family, as setting `model.family`; empty means from config.json.
+        dtype: Precision of all tensors of the checkpoint; None keeps the precision of each tensor.
+        family: Architecture family, with the values of the setting `model.family`; if empty, it is
+            read from config.json.
 
     Raises:
         UserError: If the source is missing or does not fit its config.json, the layout is
@@ -162,8 +165,9 @@ def _write_pieces(
         a: The architecture of the model.
         source: The Hugging Face tensors.
         folder: Where the files are written.
-        cast: Precision of the values; None keeps it.
-        advance: Called after each shard, with its number of bytes.
+        cast: Precision to which all values are cast; None keeps the precision of each tensor.
+        advance: Function that is called after each shard with the shard's number of bytes, to
+            advance a progress bar.
     """
     tallies: dict[str, TensorTally] = {}
     with ExitStack() as stack:
@@ -227,11 +231,12 @@ def megatron_to_hf(
         destination: The Hugging Face directory to create.
         model: Directory whose config and tokenizer are copied. None means the Hugging Face files
             that a converted checkpoint contains, or else the model that the run started with.
-        dtype: Precision of the written weights. For None it is the precision in config.json if
-            a run saved the checkpoint (as in the export at the end of a run), and the stored
+        dtype: Precision of the written weights. For None it is the precision in config.json if a
+            run saved the checkpoint (as in the export at the end of a run), and the stored
             precision if the checkpoint was converted from a Hugging Face directory.
         max_shard_bytes: Size limit of an output file.
-        family: Architecture family, as setting `model.family`; empty means from config.json.
+        family: Architecture family, with the values of the setting `model.family`; if empty, it is
+            read from config.json.
 
     Raises:
         UserError: If the checkpoint is missing, corrupt or of another model, or the destination
@@ -278,25 +283,28 @@ def _hf_tensors(
         cast: Precision of the returned tensors. For None it is the precision of the trained model
             if a run saved the checkpoint, and the stored precision if the checkpoint was converted
             from a Hugging Face directory.
-        advance: Called after each parameter has been read, with its number of elements.
+        advance: Function that is called after each parameter with its number of elements, to
+            advance a progress bar.
     """
     precision = checkpoint.manifest.trainer.get(PARAMETER_DTYPE)
     for parameter_id in stage_parameter_ids(a, 0, 1):
         whole = _read(checkpoint, reader, parameter_id)
         advance(whole.numel())
-        # The checkpoint has the optimizer's copy of the weights; the model's own weights are that
-        # copy, rounded to `precision`.
+        # The checkpoint has the optimizer's copy of the weights, in float32. The model was trained
+        # with that copy rounded to `precision`, so round it in the same way.
         if precision is not None:
             whole = whole.to(dtype_named(precision))
         for name, tensor in zip(
             parameter_id.tensor_names, merge(parameter_id.rule, [whole]), strict=True
         ):
-            # Cloned, since a view would keep the whole parameter in memory and be saved with it.
+            # Clone the tensor, because a view would keep the whole parameter in memory, and the
+            # whole parameter would be saved.
             yield name, (tensor if cast is None else tensor.to(cast)).clone()
 
 
 def _read(checkpoint: Checkpoint, reader: PieceReader, parameter_id: ParameterId) -> Tensor:
-    """Read the values of a whole parameter from a checkpoint and compare their checksum.
+    """Read the values of a whole parameter from a checkpoint, and compare their checksum with the
+    manifest's.
 
     Raises:
         CorruptCheckpoint: If the values are incomplete or differ from those that were saved.
@@ -312,7 +320,8 @@ def _read(checkpoint: Checkpoint, reader: PieceReader, parameter_id: ParameterId
 
 
 def _find_checkpoint(source: Path) -> Checkpoint:
-    """Return the checkpoint at `source`, or the newest intact one if `source` is a run directory.
+    """Return the checkpoint in the directory `source`, or the newest intact checkpoint of the run
+    if `source` is a run directory.
 
     Raises:
         UserError: If no intact checkpoint is found.
@@ -357,8 +366,8 @@ Advance: TypeAlias = Callable[[int], None]
 
 @contextmanager
 def _progress(title: str, total: int, show: bool) -> Iterator[Advance]:
-    """Show a progress bar during the block, which gets a function that advances the bar by an
-    amount.
+    """Show a progress bar during this block. The value of the context is a function that advances
+    the bar by a given amount.
 
     Args:
         total: The amount at which the bar is full.

@@ -1,13 +1,15 @@
-"""Reads and writes the tensor files of a checkpoint: slices of tensors in safetensors format.
+"""Reads and writes the tensor files of a checkpoint, which contain slices of tensors in safetensors
+format.
 
-Each rank writes one file for each precision. The key of a slice is the tensor's name and the index
-at which the slice begins: `exp_avg/decoder.layers.3.mlp.linear_fc2.weight@128,0`. The headers of
-the files are the only index, and reading executes no code (no pickle).
+Each rank writes one file for each precision. In a file, the key of a slice consists of the tensor's
+name and the index at which the slice begins:
+`exp_avg/decoder.layers.3.mlp.linear_fc2.weight@128,0`. Which slices exist is found from the headers
+of all files; there is no other index. Files contain no pickles, so reading them executes no code.
 
 Invariants
 - Content is read through a small buffer into its destination; files are not memory-mapped, so that
   memory use does not grow with the files.
-- Whatever the files contain, a tensor is read completely, or the checkpoint is refused as corrupt
+- Whatever the files contain, either a tensor is read completely, or CorruptCheckpoint is raised
   with a message of one sentence.
 """
 
@@ -31,7 +33,8 @@ PREFIX = "rank_"
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _LENGTH = struct.Struct("<Q")
-# Upper limit of the bytes of a header's entry without its key: type, shape and two offsets.
+# Upper bound of the size of a header's entry for one slice without its key: type, shape and two
+# offsets.
 _ENTRY_BYTES = 160
 _BAND_BYTES = 1 << 24
 _OPEN_FILES = 64
@@ -40,7 +43,7 @@ _OPEN_FILES = 64
 class PieceFile:
     """One safetensors file to which slices of tensors are appended; its header is written last.
 
-    The header goes into `header_bytes` bytes that are reserved at the start of the file.
+    At the start of the file, `header_bytes` bytes are reserved for the header.
     """
 
     def __init__(self, path: Path, dtype: torch.dtype, header_bytes: int) -> None:
@@ -84,16 +87,17 @@ class PieceFile:
 class RankFiles:
     """The tensor files of one rank: one for each precision, created when its first slice is added.
 
-    A context manager, which closes the files.
+    It is a context manager that closes the files.
     """
 
     def __init__(self, folder: Path, rank: int, header_bytes: int) -> None:
-        """Create no file yet.
+        """Set up the files of a rank; no file is created yet.
 
         Args:
             folder: The directory of the files.
             rank: The rank, which is part of the file names.
-            header_bytes: At least the sum of `max_entry_bytes` over the slices that will be added.
+            header_bytes: Number of bytes to reserve for a header: at least the sum of
+                `max_entry_bytes` over the slices that will be added.
         """
         self._stem = folder / f"{PREFIX}{rank:05d}"
         self._header_bytes = header_bytes
@@ -136,8 +140,7 @@ def piece_key(name: str, offsets: Sequence[int]) -> str:
 
 
 def max_entry_bytes(key: str) -> int:
-    """Return an upper limit of the bytes that the slice with this key takes in its file's
-    header."""
+    """Return an upper bound for the number of bytes of this key's entry in the header of a file."""
     return len(json.dumps(key)) + _ENTRY_BYTES
 
 
@@ -160,13 +163,15 @@ class _Stored:
 
 
 class PieceReader:
-    """Reads any box of any tensor of a checkpoint from the stored slices that overlap the box.
+    """Reads any box (rectangular slice) of any tensor of a checkpoint, from those stored slices
+    that overlap it.
 
-    A context manager, which closes the files.
+    It is a context manager that closes the files.
     """
 
     def __init__(self, folder: Path, files: Iterable[str]) -> None:
-        """Read the headers of the tensor files among `files`, the file names of the manifest.
+        """Read the headers of all tensor files. `files` are the names of all files of the
+        checkpoint, from its manifest; the tensor files among them are recognized by their names.
 
         Raises:
             CorruptCheckpoint: If a header cannot be read.
@@ -186,8 +191,8 @@ class PieceReader:
             file.close()
 
     def read(self, name: str, offsets: Sequence[int], into: Tensor) -> None:
-        """Fill `into` with the box of tensor `name` that begins at index `offsets` and has the
-        shape of `into`.
+        """Fill `into` with the box (rectangular slice) of tensor `name` that begins at index
+        `offsets` and has the shape of `into`.
 
         `into` may have another dtype, to which the values are cast.
 
@@ -206,10 +211,11 @@ class PieceReader:
             )
 
     def _copy(self, stored: _Stored, theirs: "_Slices", ours: "_Slices", into: Tensor) -> int:
-        """Copy the overlap of a stored slice with a box into the box; return the number of
-        elements.
+        """Copy the overlap of a stored slice and the requested box into `into`; return its number
+        of elements.
 
-        Whole rows of the slice are read in bands of limited size.
+        The rows of the slice that overlap are read completely, some at a time, so that the buffer
+        has a limited size.
 
         Args:
             theirs: The overlap as indices of the stored slice.
@@ -237,8 +243,8 @@ class PieceReader:
         return target.numel()
 
     def _file(self, path: Path) -> BinaryIO:
-        """Return the open file at `path`; close the file that was opened first if too many are
-        open."""
+        """Return an open file for `path`. If it is not open and too many files are, close the one
+        that was opened first."""
         if path not in self._open:
             if len(self._open) >= _OPEN_FILES:
                 self._open.pop(next(iter(self._open))).close()
@@ -282,8 +288,8 @@ def _piece(path: Path, data: int, size: int, key: str, entry: Any) -> tuple[str,
         size: Size of the file in bytes.
 
     Raises:
-        ValueError: If the entry contradicts itself or the file; a malformed entry may also raise
-            KeyError, TypeError or AttributeError.
+        ValueError: If the entry's offsets, shape and key contradict each other or the size of the
+            file; a malformed entry may also raise KeyError, TypeError or AttributeError.
     """
     tensor, _, index = key.rpartition("@")
     dtype = _DTYPES[entry["dtype"]]
@@ -302,8 +308,8 @@ _Slices = tuple[slice, ...]
 def _overlap(
     stored: _Stored, offsets: Sequence[int], shape: Sequence[int]
 ) -> tuple[_Slices, _Slices] | None:
-    """Return the intersection of a stored slice and a box as indices of each; None if it is
-    empty."""
+    """Return the intersection of a stored slice and a box: as indices of the stored slice, and as
+    indices of the box. Return None if it is empty."""
     if len(stored.offsets) != len(offsets):
         return None
     theirs, ours = [], []

@@ -1,15 +1,17 @@
 """Provides `CheckpointManager`, which saves, finds, loads and prunes the checkpoints of one run.
 
 Invariants
-- `save`, `wait`, `close`, `load` (and `newest` in a trainer rank) are collective: every rank calls
-  them in the same order. `take_finalized` is not collective.
-- At most one save is running; the next save, `wait` and `close` wait for it, within
-  `checkpoint.timeout_seconds`.
-- A failed save raises on every rank at the next of these calls, and leaves earlier checkpoints
-  unchanged. Old checkpoints are removed only after a commit.
-- The search for the newest checkpoint verifies every file (the ranks share the reading). A
-  checkpoint with a damaged file is reported, and the previous checkpoint is used.
-- Loading verifies every tensor: afterwards the ranks have the values that they had at the save.
+- `save`, `wait`, `close` and `load` are collective: every rank calls them in the same order. So is
+  `newest` if torch.distributed is initialized. `take_finalized` is not collective.
+- At most one save is running. The next `save`, `wait` or `close` waits until it has ended, at most
+  for `checkpoint.timeout_seconds`.
+- The error of a failed save is raised on every rank by the next of these three calls. A failed save
+  leaves earlier checkpoints unchanged, because old checkpoints are removed only after a newer one
+  is committed.
+- The search for the newest checkpoint reads and verifies every file, with the files divided over
+  the ranks. A checkpoint with a damaged file is logged, and the one before it is tried.
+- Loading compares the checksum of every tensor, so after it the ranks together have exactly the
+  values that were saved.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class Finalized:
     """A checkpoint that was committed: its manifest exists.
 
     Attributes:
-        step: The policy number of the checkpoint.
+        step: Policy number of the checkpoint's weights, which is the number of training steps.
         kept: Versions of the checkpoints that can still be restored after this commit, ascending.
     """
 
@@ -65,18 +67,19 @@ class Finalized:
 
 
 class CheckpointManager:
-    """Saves, finds, loads and prunes the checkpoints below `root`, the run's `checkpoints/`."""
+    """Saves, finds and loads the checkpoints in the directory `root` (a run's `checkpoints/`), and
+    removes old ones."""
 
     def __init__(
         self, root: Path | str, config: CheckpointConfig, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Touch no file yet.
+        """Set up the manager; no file is read or written yet.
 
         Args:
             root: The run's `checkpoints/`.
             config: The settings `checkpoint.*`.
-            group: All ranks, with a time limit for waits for the slowest rank's disk; None means
-                the default group.
+            group: Process group of all ranks, whose time limit is long enough to wait for the rank
+                with the slowest disk; None means the default group.
         """
         self._root = Path(root)
         self._config = config
@@ -92,17 +95,17 @@ class CheckpointManager:
     def save(self, trainer: Checkpointable, extra: Mapping[str, Any]) -> None:
         """Copy the trainer's state to memory and write it to disk as a checkpoint.
 
-        With `checkpoint.asynchronous` the files are written in the background. Collective; waits
-        for the previous save first.
+        Collective. A previous save that still runs is awaited first. With `checkpoint.asynchronous`
+        this returns after the copy, and the files are written in the background.
 
         Args:
             trainer: The trainer to save.
-            extra: A JSON object of the caller; that of rank 0 is stored.
+            extra: JSON object that the manifest stores for the caller; only rank 0's is stored.
 
         Raises:
             ComponentFailure: If the previous save or, without `checkpoint.asynchronous`, this save
                 failed.
-            TypeError: If `extra` is not JSON.
+            TypeError: If `extra` cannot be written as JSON.
         """
         from megatron_async.checkpoint.state import current_layout
         from megatron_async.checkpoint.writer import SaveJob, prepare
@@ -133,7 +136,8 @@ class CheckpointManager:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the running save is committed; return at once if none is running. Collective.
+        """Wait until the running save is committed on rank 0; return at once if none is running.
+        Collective.
 
         Raises:
             ComponentFailure: If the save failed on any rank.
@@ -160,8 +164,8 @@ class CheckpointManager:
         return step_directory(self._root, step)
 
     def take_finalized(self) -> list[Finalized]:
-        """Return the checkpoints committed since the last call, oldest first; empty except on rank
-        0.
+        """Return the checkpoints that were committed since the last call, oldest first. Only rank 0
+        commits, so the result is empty on other ranks.
 
         Not collective, and never waits.
         """
@@ -171,10 +175,11 @@ class CheckpointManager:
         return taken
 
     def _record_commit(self, job: SaveJob) -> None:
-        """Append the checkpoint of `job` to the commits for `take_finalized`, and remove old
-        checkpoints.
+        """Add the checkpoint that `job` has committed to the result of the next `take_finalized`,
+        and remove old checkpoints.
 
-        Does nothing if the job has not committed, or was recorded already. Only rank 0 commits.
+        Do nothing if the job has committed nothing, as on every rank but 0, or if its commit was
+        recorded already.
         """
         checkpoint, job.checkpoint = job.checkpoint, None
         if checkpoint is None:
@@ -184,8 +189,8 @@ class CheckpointManager:
         self._finalized.append(Finalized(checkpoint.step, kept))
 
     def _failure(self, step: int, error: str) -> ComponentFailure:
-        """Return the error of a failed save of `step`; it names the newest checkpoint that
-        exists."""
+        """Return the error to be raised for a failed save of `step`; its message names the newest
+        checkpoint that exists."""
         newest = next(iter(list_checkpoints(self._root)), None)
         last = (
             "no earlier checkpoint exists"
@@ -201,10 +206,10 @@ class CheckpointManager:
         `step`.
 
         Before the first save, also remove the temporary directories of saves that were interrupted.
-        Rank 0 does both.
+        Only rank 0 creates and removes directories; the other ranks wait for the outcome.
 
         Raises:
-            ComponentFailure: On every rank, if rank 0 cannot do it.
+            ComponentFailure: On every rank, if rank 0 fails.
         """
         problem = None
         if dist.get_rank() == 0:
@@ -228,8 +233,8 @@ class CheckpointManager:
         Collective if torch.distributed is initialized.
 
         Raises:
-            UserError: If checkpoints exist and all are corrupt, or the newest one's manifest is
-                damaged.
+            UserError: If checkpoints exist and all are corrupt, or if a checkpoint with a damaged
+                manifest is newer than all readable ones.
         """
         check_manifests(self._root)
         candidates = list_checkpoints(self._root)
@@ -239,8 +244,8 @@ class CheckpointManager:
         return found
 
     def newer_than(self, checkpoint: Checkpoint | None) -> list[Checkpoint]:
-        """Return the checkpoints that are newer than `checkpoint`, which `newest` skipped as
-        corrupt.
+        """Return the checkpoints that are newer than `checkpoint`. If `checkpoint` is the result of
+        `newest`, these are the corrupt checkpoints that it has skipped.
 
         The result is empty if `checkpoint` is None.
         """
@@ -255,12 +260,13 @@ class CheckpointManager:
     def load(self, trainer: Checkpointable, checkpoint: Checkpoint) -> None:
         """Load a checkpoint's weights, optimizer state and progress into the trainer.
 
-        The random states are loaded only if the layout is the one at which the checkpoint was
-        saved. Collective.
+        Collective. The states of random generators are loaded only if the layout (the division of
+        the model over ranks) is the same as when the checkpoint was saved, because each rank has
+        its own.
 
         Raises:
-            UserError: If the checkpoint is of another model, contains only weights, or the loaded
-                values are not those that were saved.
+            UserError: If the checkpoint is of another model, has only weights and no optimizer
+                state, or the loaded values are not those that were saved.
         """
         from megatron_async.checkpoint.state import current_layout, load_state
 

@@ -1,21 +1,26 @@
-"""Reads and writes manifests, which make directories of files checkpoints and are a run's commits.
+"""Reads and writes manifests. The manifest is the file that makes a directory a checkpoint; writing
+it commits the training up to its step.
 
 Invariants
 - A directory `step_NNNNNN` is a checkpoint exactly when it contains `manifest.json` or its copy.
-  The directory gets its name by one atomic rename after every file is complete and on disk: the
-  commit (docs/semantics.md section 2).
+  The directory gets this name by one atomic rename, after every file is complete and on disk. This
+  rename is the commit (docs/semantics.md section 2).
 - The manifest lists every file with its size and SHA-256, so that a torn, truncated or corrupted
   checkpoint is distinguished from a good one before anything is loaded.
 - The manifest lists every tensor with a checksum of the trainer's values (`checkpoint.checksum`),
-  which does not depend on files or layout. Loaded values are compared with it, so that a save or a
-  load that puts values at wrong indices is detected too.
-- The manifest has a checksum of its own content, since counters and the store's position are loaded
-  too. It is stored twice: a damaged or lost manifest is read from its copy.
-- No damaged manifest is ignored silently. One that could be the newest commit is refused by name,
-  since a run that continued from an earlier commit would train on the same trajectories again.
-- A checkpoint of another format is refused by name, never ignored as a corrupt one.
-- Checkpoints are ordered by (lineage, step): after a rollback the new lineage is newer, however far
-  the abandoned lineage had come.
+  which does not depend on files or layout. Loaded values are compared with it, so that a defect of
+  saving or loading that puts values at wrong indices is detected too.
+- The manifest has a checksum of its own content, because the trainer's counters and the position in
+  the trajectory store are loaded from it. It is stored twice: a damaged or lost manifest is read
+  from its copy.
+- No damaged manifest is ignored silently. If a damaged manifest could be that of the newest
+  checkpoint, an error names it, because a run that continued from an earlier checkpoint would train
+  on the same trajectories again.
+- For a checkpoint whose format has another version, an error names it; it is never ignored as
+  corrupt.
+- Checkpoints are ordered by (lineage, step). A lineage is a number that grows by one at every
+  resume. So after a resume from an earlier checkpoint, new checkpoints count as newer than those of
+  the abandoned lineage, even if these have larger steps.
 - Removal deletes both manifests first, so that a partly removed directory is not a checkpoint.
 - Only regular files inside the directory are opened, whatever names the manifest contains.
 """
@@ -44,17 +49,19 @@ _MANIFESTS = (COPY_NAME, MANIFEST_NAME)
 FORMAT = 3
 _QUICKLY_READ_BYTES = 2 << 30
 
-# Prefixes of the names of tensors: values, Adam's moments, Muon's momentum.
+# Prefixes of the names of tensors in a checkpoint: the parameters' values, Adam's two moments, and
+# Muon's momentum.
 WEIGHTS, ADAM, MOMENTUM = "weights", ("exp_avg", "exp_avg_sq"), "momentum_buffer"
 
 
 class CorruptCheckpoint(Exception):
-    """Raised when a checkpoint does not match its manifest or cannot be read; names the first
-    fault."""
+    """Error for a checkpoint that does not match its manifest or cannot be read; the message
+    describes the first fault."""
 
 
 class OtherFormat(UserError):
-    """Raised for a checkpoint that another version of this program has written."""
+    """Error for a checkpoint that was written by a version of this program with another checkpoint
+    format."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +97,17 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of a checkpoint's manifest: what the checkpoint contains, and the trainer's progress.
+    """Content of a checkpoint's manifest: a list of the files and tensors, and the progress of the
+    training.
 
     Attributes:
         lineage: Lineage of the run that saved it (a number that grows by one at every resume).
-        step: Policy number of the weights: the checkpoint commits batches 0 to step - 1.
-        layout: The ranks that wrote it.
+        step: Policy number of the weights, which were trained on the batches 0 to step - 1.
+        layout: Sizes of the parallel dimensions of the trainer that wrote it.
         files: Records of the files, by their names relative to the checkpoint's directory.
-        trainer: The trainer's own state, a JSON object.
-        extra: The caller's state (store position, seeds), a JSON object.
+        trainer: State of the trainer other than tensors, such as counters, as a JSON object.
+        extra: State of the training loop (position in the trajectory store, seeds), as a JSON
+            object.
         tensors: Records of the tensors, by their names.
     """
 
@@ -117,8 +126,8 @@ class Manifest:
 
     @property
     def optimizer(self) -> str | None:
-        """Name of the optimizer whose state the checkpoint contains, adam or muon; None without
-        tensors."""
+        """Name of the optimizer whose state the checkpoint contains, adam or muon; None if it
+        contains only weights."""
         if not self.tensors:
             return None
         return "muon" if any(name.startswith(f"{MOMENTUM}/") for name in self.tensors) else "adam"
@@ -137,7 +146,8 @@ class Manifest:
         """Parse the JSON text that `to_json` writes.
 
         Raises:
-            OtherFormat: If the format number is another.
+            OtherFormat: If the text has another format number than this version of the program
+                writes.
             CorruptCheckpoint: If the text is not a manifest or does not match its checksum.
         """
         try:
@@ -179,19 +189,20 @@ def step_directory(root: Path | str, step: int) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether the directory at `path` was finalized: it has a manifest, damaged or not."""
+    """Return whether the directory at `path` is a finalized checkpoint, which has a manifest or its
+    copy, even if damaged."""
     return any((path / name).exists() for name in _MANIFESTS)
 
 
 def file_in(folder: Path, name: str) -> Path:
-    """Return the path of file `name` of the checkpoint in `folder`, after checking that it is safe
-    to open.
+    """Return the path of file `name` of the checkpoint in `folder`, after a check that the file is
+    safe to open.
 
-    The author of the checkpoint chose the name; opening a pipe, for example, would wait for a
-    writer.
+    The name comes from the checkpoint, which anyone may have made. A name could lead out of the
+    folder, or be that of a pipe, where opening would wait forever.
 
     Raises:
-        CorruptCheckpoint: If the name leaves the folder, or is not that of a regular file.
+        CorruptCheckpoint: If the name leads out of the folder, or is not that of a regular file.
         OSError: If the file does not exist or is inaccessible.
     """
     relative = PurePosixPath(name)
@@ -215,7 +226,7 @@ def hash_file(path: Path) -> FileRecord:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file whose name appears only when its content is complete and on disk.
+    """Write a file so that it gets the name `path` only when its content is complete and on disk.
 
     Raises:
         OSError: If the file cannot be written.
@@ -227,10 +238,10 @@ def write_atomically(path: Path, content: bytes) -> None:
 def finalize(temporary: Path, target: Path, manifest: Manifest) -> Checkpoint:
     """Commit a complete directory of files: write its manifests and rename it to `target`.
 
-    An existing `target` belongs to an abandoned lineage or is corrupt, and is removed first.
+    If `target` exists, it belongs to an abandoned lineage or is corrupt, and it is removed first.
 
     Raises:
-        OSError: If a step fails; `target` then does not exist or is complete.
+        OSError: If an operation fails; `target` then either does not exist or is complete.
     """
     remove(target)
     for name in _MANIFESTS:
@@ -241,7 +252,8 @@ def finalize(temporary: Path, target: Path, manifest: Manifest) -> Checkpoint:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint directory, its manifests first; do nothing if it does not exist."""
+    """Remove a checkpoint directory; do nothing if it does not exist. The manifests are removed
+    first, so that a partly removed directory is not a checkpoint."""
     if not path.exists():
         return
     for name in _MANIFESTS:
@@ -279,12 +291,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
     If the manifest is damaged, its copy is read.
 
     Raises:
-        CorruptCheckpoint: If the manifest and its copy are damaged.
-        OtherFormat: If another version of this program wrote the checkpoint.
+        CorruptCheckpoint: If both the manifest and its copy are damaged.
+        OtherFormat: If the checkpoint has the format of another version of this program.
     """
     try:
         return _read(path, MANIFEST_NAME)
-    # OtherFormat too, since the damage may be in the format's number.
+    # A wrong format number may be due to damage too, so read the copy also in this case.
     except (CorruptCheckpoint, OtherFormat) as error:
         if not (path / COPY_NAME).exists():
             raise
@@ -299,7 +311,7 @@ def _read(path: Path, name: str) -> Checkpoint:
 
     Raises:
         CorruptCheckpoint: If the file is damaged or missing.
-        OtherFormat: If another version of this program wrote the checkpoint.
+        OtherFormat: If the checkpoint has the format of another version of this program.
     """
     try:
         return Checkpoint(path, Manifest.from_json(file_in(path, name).read_text()))
@@ -315,8 +327,8 @@ def list_checkpoints(root: Path | str) -> list[Checkpoint]:
     Checkpoints with unreadable manifests are logged and left out.
 
     Raises:
-        OtherFormat: If another version of this program wrote one of the checkpoints. To ignore it
-            would restart the training.
+        OtherFormat: If a checkpoint has the format of another version of this program. If it were
+            ignored, the run would start again from an earlier checkpoint or from the beginning.
     """
     found, damaged = _scan(root)
     for path, reason in damaged.items():
@@ -335,10 +347,11 @@ def damaged_after(root: Path | str, step: int) -> dict[Path, str]:
 
 
 def check_manifests(root: Path | str) -> None:
-    """Raise UserError if a checkpoint below `root` has a damaged manifest and a later step than
+    """Raise UserError if a checkpoint below `root` has a damaged manifest and a larger step than
     every readable checkpoint.
 
-    A directory whose writer was killed before it had finished has no manifest and is ignored.
+    Such a checkpoint may be the newest. A directory without a manifest, whose writer was killed
+    before it had finished, is ignored.
     """
     kept = [checkpoint.step for checkpoint in _scan(root)[0]]
     for path, reason in damaged_after(root, max(kept, default=-1)).items():
@@ -355,12 +368,11 @@ def check_manifests(root: Path | str) -> None:
 
 
 def _scan(root: Path | str) -> tuple[list[Checkpoint], dict[Path, str]]:
-    """Read all manifests below `root`; return the checkpoints, and the directories with damaged
-    manifests.
+    """Read all manifests below `root`.
 
     Returns:
-        The checkpoints, newest first; and for each directory whose manifest cannot be read the
-        reason, lowest step first.
+        The checkpoints, newest first; and a dict from each directory whose manifest cannot be read
+        to the reason, smallest step first.
     """
     found, damaged = [], {}
     for path in sorted(Path(root).glob("step_*")) if Path(root).is_dir() else []:
@@ -387,7 +399,8 @@ def is_quickly_readable(checkpoint: Checkpoint) -> bool:
 
 
 def quick_faults(checkpoint: Checkpoint) -> list[str]:
-    """Return a sentence for each fault of a checkpoint's files that is found within a few seconds.
+    """Return a sentence for each fault of a checkpoint's files that can be found within a few
+    seconds.
 
     Files of a large checkpoint are not read; only their sizes are compared.
     """
@@ -400,8 +413,8 @@ FindFaults: TypeAlias = Callable[[Checkpoint], list[str]]
 def first_intact(
     checkpoints: Iterable[Checkpoint], find_faults: FindFaults = all_faults
 ) -> Checkpoint | None:
-    """Return the first checkpoint in which `find_faults` finds no faults, or None; log the
-    others."""
+    """Return the first checkpoint in which `find_faults` finds no faults; None if there is none.
+    Log the checkpoints with faults before it."""
     for checkpoint in checkpoints:
         problems = find_faults(checkpoint)
         if not problems:
@@ -421,12 +434,12 @@ def find_latest(root: Path | str) -> Checkpoint | None:
 def open_checkpoint(
     path: Path | str, named_by: str = "checkpoint", find_faults: FindFaults = all_faults
 ) -> Checkpoint:
-    """Read and check the checkpoint at a `path` that a user named.
+    """Read the manifest of the checkpoint at `path`, which a user has named, and check its files.
 
     Args:
         path: The checkpoint directory.
         named_by: The setting or option that named it, for the error message.
-        find_faults: How the files are checked; by default all are read.
+        find_faults: Function that checks the files; by default all are read.
 
     Raises:
         UserError: If the checkpoint is missing, incomplete or corrupt.

@@ -1,13 +1,17 @@
-"""Maps the shards of parameters to boxes of the whole tensors that a checkpoint stores.
+"""Maps the shards of parameters on ranks to boxes (rectangular slices) of the whole tensors that a
+checkpoint stores.
 
-A checkpoint stores whole tensors, one for each layer (and expert), cut into boxes. Names and shapes
-do not depend on the layout: the vocabulary has no padding, experts have global numbers, and a tied
-output head is the embedding.
+For each layer (and expert), a checkpoint stores each parameter as a whole tensor, cut into boxes.
+Names and shapes of the tensors do not depend on the number of ranks: the vocabulary has no padding,
+experts are numbered over all ranks, and an output head that shares its weights with the embedding
+is stored once, as the embedding.
 
 Invariants
-- The boxes of all tensor ranks' shards together cover a parameter exactly once, and so do those of
-  any division of a flattened shard into spans.
-- A box is one contiguous span of its shard's elements, so that every slice is a view.
+- The boxes of all tensor-parallel ranks together cover a parameter exactly once. If a rank's
+  flattened shard is divided into spans in any way, the boxes of all spans together cover the shard
+  exactly once.
+- A box is one contiguous span of its shard's elements, so that it can be saved and loaded as a view
+  of the rank's memory.
 """
 
 from collections.abc import Iterator
@@ -22,8 +26,10 @@ from megatron_async.models.shards import Rule, ShardLayout
 
 @dataclass(frozen=True)
 class ParameterId:
-    """Identifies one parameter of the whole model: its sharding rule with its global layer and
-    expert."""
+    """Identifies one parameter of the whole model by its sharding rule, the number of its layer and
+    the number of its expert, both counted over all ranks.
+    Attributes: expert: Number of the expert; 0 if the parameter does not belong to an expert.
+    """
 
     rule: Rule
     layer: int
@@ -36,14 +42,14 @@ class ParameterId:
 
     @property
     def name(self) -> str:
-        """Name of the parameter in a checkpoint: Megatron's name with global layer and expert
-        numbers."""
+        """Name of the parameter in a checkpoint: Megatron's name, with the numbers of layer and
+        expert counted over all ranks."""
         name = self.rule.parameters[0].format(layer=self.layer, expert=self.expert)
         return name.replace(".local_experts.", ".")
 
     @property
     def weights(self) -> str:
-        """Name of the checkpoint's tensor with the parameter's values."""
+        """Name of the tensor in a checkpoint that has the parameter's values."""
         return f"{WEIGHTS}/{self.name}"
 
     @property
@@ -54,7 +60,8 @@ class ParameterId:
 
 
 def stage_parameter_ids(a: Architecture, stage: int, stages: int) -> Iterator[ParameterId]:
-    """Generate the ids of the parameters of one pipeline stage, each once, in the model's order.
+    """Generate the ids of the parameters of one pipeline stage in the model's order. Each id occurs
+    once.
 
     Args:
         a: The architecture of the model.
@@ -67,11 +74,12 @@ def stage_parameter_ids(a: Architecture, stage: int, stages: int) -> Iterator[Pa
 
 
 def tensor_shapes(a: Architecture, optimizer: str | None) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of each tensor of a checkpoint of this model.
+    """Return the shape of each tensor of a checkpoint of this model, by the tensor's name.
 
     Args:
         a: The architecture of the model.
-        optimizer: Whose state the checkpoint contains, adam or muon; None means only weights.
+        optimizer: Optimizer whose state the checkpoint contains, adam or muon; None if it contains
+            only weights.
     """
     found = {}
     for parameter_id in stage_parameter_ids(a, 0, 1):
@@ -82,12 +90,12 @@ def tensor_shapes(a: Architecture, optimizer: str | None) -> dict[str, tuple[int
 
 
 def incompatibility(manifest: Manifest, a: Architecture, optimizer: str | None) -> str:
-    """Return why a model cannot load a checkpoint; empty if it can.
+    """Return a sentence that says why a model cannot load a checkpoint; an empty string if it can.
 
     Args:
         manifest: The manifest of the checkpoint.
         a: The architecture of the model.
-        optimizer: Whose state is loaded, adam or muon; None means that only weights are loaded.
+        optimizer: Optimizer whose state is loaded, adam or muon; None if only weights are loaded.
     """
     required = tensor_shapes(a, optimizer)
     saved = {name: t.shape for name, t in manifest.tensors.items() if optimizer or name in required}
@@ -101,15 +109,16 @@ def incompatibility(manifest: Manifest, a: Architecture, optimizer: str | None) 
 
 
 def exported(a: Architecture, rule: Rule) -> Rule:
-    """Return the rule under which a parameter is stored: the embedding's for a tied head, else
-    `rule`."""
+    """Return the rule under which a parameter is stored. For an output head that shares its weights
+    with the embedding, it is the embedding's rule, otherwise `rule`."""
     if rule.exported:
         return rule
     return next(other for other in rules_of(a) if other.exported and other.tensors == rule.tensors)
 
 
 def shards_of(rule: Rule, tensor_size: int) -> int:
-    """Return how many different shards a parameter has over `tensor_size` tensor ranks.
+    """Return into how many different shards a parameter is divided over `tensor_size`
+    tensor-parallel ranks.
 
     The result is 1 if every rank has the whole parameter.
     """
@@ -118,11 +127,11 @@ def shards_of(rule: Rule, tensor_size: int) -> int:
 
 @dataclass(frozen=True)
 class Box:
-    """A contiguous span of a shard's elements that is a rectangle of the whole tensor.
+    """A contiguous span of a flattened shard's elements that is a rectangle of the whole tensor.
 
     Attributes:
         begin: Number of the first element in the flattened shard.
-        offsets: Index of the first element in the whole tensor.
+        offsets: Index of the first element in the whole tensor, one number for each axis.
         shape: Shape of the rectangle.
     """
 
@@ -139,13 +148,13 @@ class Box:
 def boxes(
     parameter_id: ParameterId, size: int, rank: int, begin: int = 0, end: int | None = None
 ) -> list[Box]:
-    """Return the boxes of elements [begin, end) of a parameter's flattened shard; padding is in no
-    box.
+    """Divide the elements [begin, end) of a parameter's flattened shard into boxes, which are
+    rectangles of the whole tensor. Padding is in no box.
 
     Args:
         parameter_id: The parameter.
-        size: Number of tensor ranks.
-        rank: The tensor rank whose shard it is.
+        size: Number of tensor-parallel ranks.
+        rank: The tensor-parallel rank that has the shard.
         begin: Number of the first element in the shard.
         end: Number of the element after the last one; None means the end of the shard.
     """
@@ -164,7 +173,8 @@ def boxes(
 def _bands(
     parameter_id: ParameterId, size: int, rank: int
 ) -> Iterator[tuple[range, tuple[int, int], int]]:
-    """Generate the bands of a tensor rank's shard: rows that are consecutive in the whole tensor.
+    """Generate the bands of a tensor-parallel rank's shard. A band consists of rows of the shard
+    that are consecutive rows of the whole tensor.
 
     Yields:
         The row numbers in the shard, the index of the band's first element in the whole tensor, and
@@ -182,14 +192,16 @@ def _bands(
         yield range(half), (rank * half, 0), width
         yield range(half, 2 * half), ((size + rank) * half, 0), width
     else:
-        # Only the rows of a vocabulary may not be divisible by `size`; its last shards are padded.
+        # Rows are divided evenly. Only the number of rows of a vocabulary may not be divisible by
+        # `size`; then the last shards have fewer rows, followed by padding.
         share = -(-rows // size)
         first = min(rank * share, rows)
         yield range(min(share, rows - first)), (first, 0), width
 
 
 def _rectangles(begin: int, end: int, width: int) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Divide the elements [begin, end) of a matrix into at most three rectangles of rows.
+    """Divide the elements [begin, end) of a matrix, counted row by row, into at most three
+    rectangles: the rest of the first row, whole rows, and the beginning of the last row.
 
     Args:
         width: Number of elements of a row.

@@ -1,7 +1,8 @@
-"""Reads and writes the states of a rank's random generators: Python's, NumPy's, torch's,
-Megatron's.
+"""Reads and writes the states of a rank's random generators: those of Python, NumPy, torch and
+Megatron.
 
-Each rank has a separate file, which is useful only at the same layout.
+Each rank has a separate file, which can be loaded only if the model is divided over ranks in the
+same way as at the save.
 """
 
 import math

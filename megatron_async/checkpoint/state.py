@@ -1,19 +1,19 @@
-"""Describes a trainer's state as named tensors: which slices a rank saves, and how a load fills
-them.
+"""Describes a trainer's state as named tensors: determines which slices of them each rank saves,
+and fills them from a checkpoint.
 
-For each parameter there are these tensors, each in the optimizer's precision: `weights/NAME` (the
-float32 copy if the model itself has half precision, since the model's values are its roundings);
-for Adam `exp_avg/NAME` and `exp_avg_sq/NAME`; for Muon `momentum_buffer/NAME`.
+For each parameter there are tensors in the optimizer's precision. `weights/NAME` has the values; if
+the model has half precision, these are the optimizer's float32 copies, of which the model's values
+are roundings. Adam adds `exp_avg/NAME` and `exp_avg_sq/NAME`, and Muon adds `momentum_buffer/NAME`.
 
 Invariants
-- A rank describes views of its own memory; nothing is gathered, neither at a save nor at a load.
-  Over all ranks each element is saved exactly once: with the distributed optimizer by the rank that
-  owns it; without it, data-parallel ranks divide the elements evenly.
+- A rank saves and loads only views of its own memory; no rank gathers values of others. Over all
+  ranks each element is saved exactly once: with Megatron's distributed optimizer by the rank that
+  owns it; otherwise data-parallel ranks, which all have the same state, divide the elements evenly.
 - Nothing depends on how Megatron pads or orders its buffers: the index of an element in the whole
   tensor follows only from the parameter's name and shape.
-- Hyperparameters come from the configuration, not from the checkpoint.
-- Where only the weights are loaded, every file is verified before the first value is read (ranks
-  share the reading), so that no model is partly loaded.
+- Hyperparameters of the optimizer come from the run's configuration and not from the checkpoint.
+- If only the weights are loaded (`load_checkpoint_weights`), every file is verified before the
+  first value is read, with the files divided over the ranks, so that no model is loaded in part.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,7 +62,8 @@ from megatron_async.trajectory.types import PolicyVersion
 class Checkpointable(Protocol):
     """Interface of a trainer that can be saved to a checkpoint and loaded from it.
 
-    `progress` returns a small JSON object, with which `restore_progress` is called after a load.
+    `progress` returns a small JSON object with the state other than tensors. It is stored in the
+    checkpoint, and `restore_progress` is called with it after a load.
     """
 
     wrapped: DistributedDataParallel
@@ -78,7 +79,7 @@ class Checkpointable(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class TensorPiece:
-    """A slice of a tensor of the checkpoint.
+    """A slice of a tensor of the checkpoint, on the rank that saves or loads it.
 
     Attributes:
         name: Name of the tensor.
@@ -99,17 +100,19 @@ class TensorPiece:
 
 @dataclass(frozen=True, eq=False)
 class ParameterShard:
-    """A contiguous span of elements on this rank, of one tensor (such as weights) of a parameter.
+    """Elements of one tensor of a parameter (its weights, or a moment of the optimizer) that this
+    rank has, which are contiguous in the rank's flattened shard.
 
-    Elements that no box covers are padding, and are zero.
+    Elements that are in no box are padding, and are zero.
 
     Attributes:
         name: Name of the tensor in the checkpoint.
         shape: Shape of the whole tensor.
         flat_N: The elements.
-        begin: Number of the first element in the rank's flattened shard.
+        begin: Number of the first of these elements in the rank's flattened shard.
         boxes: The rectangles of the whole tensor that the elements cover.
-        is_saved: Whether this rank's copy is saved; equal copies on other ranks are not.
+        is_saved: Whether this rank saves the elements; if other ranks have equal copies, only one
+            rank does.
     """
 
     name: str
@@ -127,7 +130,8 @@ class ParameterShard:
 
 
 def current_layout() -> SavedLayout:
-    """Return the layout of Megatron's parallel state in this process."""
+    """Return the sizes of the parallel dimensions, from Megatron's parallel state in this
+    process."""
     return SavedLayout(
         tensor=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
@@ -142,13 +146,16 @@ def current_layout() -> SavedLayout:
 
 @dataclass(frozen=True, eq=False)
 class _Span:
-    """The elements [begin, end) of a parameter whose optimizer state this rank has.
+    """The elements [begin, end) of this rank's flattened shard of a parameter, for which the rank
+    has optimizer state.
 
     Attributes:
         parameter: This rank's shard of the parameter in the model.
-        master: The optimizer's copy of the elements.
-        moments: The optimizer's moments of the elements, by name.
-        replicated: Whether the other data-parallel ranks have the same state.
+        master: The optimizer's copy of these elements, or the elements themselves if it has no
+            copy.
+        moments: The optimizer's moments of these elements, by name.
+        replicated: Whether other data-parallel ranks have the same state, as without the
+            distributed optimizer.
     """
 
     parameter: Tensor
@@ -170,10 +177,10 @@ class _Span:
 
 
 def _spans(trainer: Checkpointable) -> Iterator[_Span]:
-    """Generate the spans of parameters whose optimizer state Megatron has on this rank.
+    """Generate the spans of parameters for which Megatron's optimizers have state on this rank.
 
-    Each chained optimizer is either a distributed one, which has parts of parameters, or an
-    ordinary one, which has whole parameters.
+    Megatron may combine several optimizers. A distributed optimizer has parts of parameters, and an
+    ordinary one has whole parameters.
     """
     model_of = {id(getattr(p, "main_param", p)): p for p in trainer.wrapped.parameters()}
     for chained in trainer.optimizer.chained_optimizers:
@@ -194,7 +201,7 @@ def _spans(trainer: Checkpointable) -> Iterator[_Span]:
 
 
 def _placed(trainer: Checkpointable) -> dict[int, LocalParameter]:
-    """Return this rank's parameters with their sharding, by the id of the parameter object."""
+    """Return this rank's parameters with their sharding, by the `id()` of the parameter object."""
     model = unwrap(trainer.wrapped)
     return {id(p.parameter): p for p in local_parameters([model], model.architecture)}
 
@@ -205,7 +212,8 @@ def local_shards(trainer: Checkpointable) -> Iterator[ParameterShard]:
 
 
 def saved_shards(trainer: Checkpointable) -> Iterator[ParameterShard]:
-    """Generate the shards that this rank saves; over all ranks, each element occurs once."""
+    """Generate the shards that this rank saves. Over all ranks, each element occurs exactly
+    once."""
     yield from (shard for shard in _shards(trainer, whole=False) if shard.is_saved)
 
 
@@ -220,8 +228,8 @@ def _shards(trainer: Checkpointable, *, whole: bool) -> Iterator[ParameterShard]
     """Generate this rank's shards of weights and optimizer state.
 
     Args:
-        whole: Whether to generate all elements of this rank; otherwise, where data-parallel ranks
-            have the same state, only this rank's share of the elements.
+        whole: Whether to generate all elements of this rank. Otherwise, if other data-parallel
+            ranks have the same state, only this rank's share of the elements is generated.
     """
     by_id, architecture = _placed(trainer), unwrap(trainer.wrapped).architecture
     for span in _spans(trainer):
@@ -247,19 +255,20 @@ def _shards(trainer: Checkpointable, *, whole: bool) -> Iterator[ParameterShard]
 
 
 def _share(count: int, rank: int, size: int) -> tuple[int, int]:
-    """Return the first and end number of the elements of `rank`'s share, of `count` over `size`
-    ranks."""
+    """Divide `count` elements evenly over `size` ranks; return the number of the first element of
+    `rank`'s share, and the number after its last element."""
     return count * rank // size, count * (rank + 1) // size
 
 
 def parameter_id_of(placed: LocalParameter, architecture: Architecture) -> ParameterId:
-    """Return the id of a rank's parameter in the whole model; for a tied head the embedding's."""
+    """Return the id that a rank's parameter has in the whole model. An output head that shares its
+    weights with the embedding has the embedding's id."""
     return ParameterId(exported(architecture, placed.rule), placed.layer, placed.expert)
 
 
 def replicas(placed: LocalParameter) -> tuple[int, int]:
-    """Return this rank's number among the data-parallel ranks with the same shard, and their
-    number."""
+    """Return this rank's index among the data-parallel ranks that have the same shard of a
+    parameter, and how many such ranks there are."""
     if placed.rule.expert:
         return (
             parallel_state.get_expert_data_parallel_rank(),
@@ -272,20 +281,22 @@ def replicas(placed: LocalParameter) -> tuple[int, int]:
 
 
 def is_primary_copy(placed: LocalParameter) -> bool:
-    """Return whether a rank's parameter is not a mere copy, such as a tied head or a replicated
-    tensor.
+    """Return whether this rank's parameter is to be saved, rather than an equal copy of it in this
+    model.
 
-    Of a parameter that every tensor rank has whole, tensor rank 0 has the primary copy.
+    An output head that shares its weights with the embedding is a copy. Of a parameter that every
+    tensor-parallel rank has completely, only rank 0 has the primary copy.
     """
     copied = placed.rule.layout is ShardLayout.REPLICATED and placed.rank > 0
     return placed.rule.exported and not copied
 
 
 def check_rounding(trainer: Checkpointable) -> None:
-    """Check that the model's values are equal to the optimizer's copies, rounded to the model's
-    precision.
+    """Check that the model's values are equal to the optimizer's copies after rounding to the
+    model's precision.
 
-    A load would make the model's values from the optimizer's. In float32 both are the same memory.
+    Only the optimizer's copies are saved, and a load rounds them to get the model's values. If the
+    optimizer has no copies, as in float32, there is nothing to compare.
 
     Raises:
         CorruptCheckpoint: If a parameter differs.
@@ -313,7 +324,7 @@ def load_state(
 
     Args:
         with_random: Whether this rank's random states are loaded too.
-        group: All ranks; None means the default group.
+        group: Process group of all ranks; None means the default group.
 
     Raises:
         CorruptCheckpoint: On every rank, if the checkpoint or the loaded values are not as saved.
@@ -333,12 +344,12 @@ def load_state(
 
 
 def load_checkpoint_weights(model: Any, path: Path) -> None:
-    """Fill a rank's `model` with only the weights of the checkpoint at `path`, as a new run's
-    start.
+    """Fill a rank's `model` with the weights of the checkpoint at `path`, with which a new run
+    starts; nothing else is loaded.
 
-    Collective. The checkpoint may have any layout and precision; the parameters keep their
-    precision. In addition to the model, a rank has one of its parameters at a time in memory, in
-    the checkpoint's precision.
+    Collective. The checkpoint may have been saved by any number of ranks and in any precision; the
+    values are cast to the precision of the model's parameters. Each rank needs memory for one
+    parameter in the checkpoint's precision in addition to the model.
 
     Args:
         model: The rank's part of the model, unwrapped.
@@ -376,8 +387,8 @@ def load_checkpoint_weights(model: Any, path: Path) -> None:
 def _weights_shard(
     placed: LocalParameter, architecture: Architecture, tensors: Mapping[str, TensorRecord]
 ) -> ParameterShard:
-    """Allocate an empty shard for this rank's slice of a parameter, in the checkpoint's
-    precision."""
+    """Allocate memory for this rank's shard of a parameter's weights, in the checkpoint's
+    precision; return it as a shard to be filled."""
     parameter_id = parameter_id_of(placed, architecture)
     name, like = parameter_id.weights, placed.parameter
     dtype = dtype_named(tensors[name].dtype) if name in tensors else like.dtype
@@ -394,7 +405,7 @@ def load_shard(
 
     Args:
         reader: Reads the files of the checkpoint.
-        tensors: Records of the manifest.
+        tensors: Records of the tensors in the checkpoint's manifest.
 
     Raises:
         CorruptCheckpoint: If the tensor is missing, has another shape, or cannot be read.
@@ -418,7 +429,8 @@ def broadcast_weights(trainer: Checkpointable) -> None:
 
 
 def count(tallies: dict[str, TensorTally], shard: ParameterShard) -> None:
-    """Add the checksums and element counts of a shard's slices to the tally of its tensor."""
+    """Add the checksums and element counts of a shard's slices to the tally of the shard's tensor
+    in `tallies`."""
     for piece in shard.pieces():
         total = tally(tallies, piece.name, piece.shape, piece.values.dtype)
         total.add(int(piece.checksum()), piece.values.numel())
@@ -429,13 +441,15 @@ def verify(
     tallies: Mapping[str, TensorTally],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Check that the values of all ranks together are, bit for bit, all tensors of the manifest.
+    """Check that all ranks together have counted exactly the values of all tensors of the manifest,
+    by their checksums and element counts.
 
-    Collective: one sum over the ranks, of two numbers for each tensor.
+    Collective. The only communication is one all-reduce of two numbers for each tensor.
 
     Args:
-        expected: Records of the manifest.
-        tallies: Tallies of this rank; each element is counted on one rank.
+        expected: Records of the tensors in the manifest.
+        tallies: Checksums and element counts of this rank's slices; each element must be counted on
+            one rank only.
 
     Raises:
         CorruptCheckpoint: On every rank, if a tensor differs.

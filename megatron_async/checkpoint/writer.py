@@ -1,16 +1,18 @@
-"""Writes one rank's share of a checkpoint: copies it in memory, writes files, and commits on rank
-0.
+"""Writes one rank's share of a checkpoint: copies the state in memory and writes the copy to files.
+Rank 0 also commits the checkpoint.
 
 Invariants
-- `prepare` copies this rank's share of the state and nothing else; it needs no other rank.
-  `SaveJob` only uses that copy and files, so that it may run in a background thread while training
-  changes the weights.
-- Checksums are of the copy that is written, or of the values from which it was copied at that
-  moment.
-- Ranks report to each other through small status files in the temporary directory (on a shared file
-  system, as any checkpoint needs), so that a commit needs no collective.
-- Rank 0 writes the manifest last, after every rank's files are complete and all slices together are
-  every tensor exactly once. A save that fails at any point leaves earlier checkpoints unchanged.
+- `prepare` copies this rank's share of the state, without communication with other ranks. `SaveJob`
+  uses only that copy and files, so it may run in a background thread while training changes the
+  weights.
+- A checksum is computed from the copy that is written, or on the GPU from the values at the moment
+  at which they are copied.
+- Ranks report to rank 0 through small status files in the temporary directory, so that a commit in
+  the background needs no collective operation. The directory is on a shared file system, which a
+  checkpoint of several nodes needs in any case.
+- Rank 0 writes the manifest last, after every rank's files are complete and a check that all slices
+  together contain every element of every tensor once. A save that fails at any point leaves earlier
+  checkpoints unchanged.
 - Every wait has a time limit.
 """
 
@@ -53,11 +55,12 @@ _POLL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Report of a rank that has written its share of a checkpoint or failed to.
+    """Report of one rank to rank 0 that it has written its share of a checkpoint, or why it failed.
 
     Attributes:
         files: Records of the files it wrote, by name.
-        tensors: Tallies of the tensors of which it wrote slices, by name.
+        tensors: Checksums and element counts of the slices that it wrote, by the name of their
+            tensor.
         error: The reason of the failure; None if the rank succeeded.
     """
 
@@ -71,11 +74,11 @@ _STATUS: Final = TypeAdapter(RankStatus)
 
 @dataclass(frozen=True, eq=False)
 class CopiedPiece:
-    """A slice of a tensor in host memory, with its checksum.
+    """Copy of a slice of a tensor in host memory.
 
     Attributes:
-        piece: The slice.
-        on_device: Its checksum, computed on the GPU from which it was copied; None if the checksum
+        piece: The copied slice.
+        on_device: Checksum of the slice, if it was copied from a GPU and computed there; None if it
             is computed later from the copy.
     """
 
@@ -84,13 +87,13 @@ class CopiedPiece:
 
     @classmethod
     def of(cls, live: TensorPiece, number: int, pinned: HostBuffers) -> "CopiedPiece":
-        """Copy a slice to host memory; a slice on a GPU is copied into a reused pinned buffer.
+        """Copy a slice to host memory. A slice on a GPU is copied into a pinned buffer that is kept
+        from save to save.
 
         Args:
             live: The slice to copy.
-            number: Number of the slice. The buffer of the same number, of the previous save, is
-                reused.
-            pinned: The reused buffers.
+            number: Number of the slice, which selects its buffer in `pinned`.
+            pinned: Buffers of earlier saves, which are overwritten.
         """
         values = live.values
         if not values.is_cuda:
@@ -108,7 +111,7 @@ class Prepared:
 
     Attributes:
         pieces: Copies of the slices that the rank saves.
-        random: The rank's random states.
+        random: States of the rank's random generators.
         names: Names of the tensors that all ranks together save.
         error: Why the checkpoint must not be saved; None if the copy is valid.
     """
@@ -122,7 +125,7 @@ class Prepared:
 def prepare(trainer: Checkpointable, pinned: HostBuffers) -> Prepared:
     """Copy this rank's share of the trainer's state to host memory, and return the copy.
 
-    The copy of the previous call with the same `pinned` buffers is overwritten.
+    This overwrites the copy of the previous call with the same `pinned` buffers.
     """
     try:
         check_rounding(trainer)
@@ -134,11 +137,12 @@ def prepare(trainer: Checkpointable, pinned: HostBuffers) -> Prepared:
 
 
 class SaveJob:
-    """Writes a rank's prepared share of a checkpoint; on rank 0 it also waits for other ranks and
-    commits.
+    """Writes a rank's share of a checkpoint from its copy in memory. On rank 0 it also waits for
+    the other ranks and commits the checkpoint.
 
-    `start` runs the job in a thread, `run` in the caller's thread. After `join`, `error` is None or
-    a message, and `checkpoint` is the committed checkpoint (only on rank 0).
+    `start` runs the job in a thread, `run` in the caller's thread. After `join`, `error` is the
+    error message of a failed save, otherwise None. On rank 0, `checkpoint` is the committed
+    checkpoint.
     """
 
     def __init__(
@@ -170,8 +174,8 @@ class SaveJob:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until the job's thread ends or its time limit passes; in the latter case set
-        `error`."""
+        """Wait until the job's thread has ended. If it has not ended at the job's deadline, set
+        `error` and return."""
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
         if self._thread.is_alive():
             self.error = "the files were not written within checkpoint.timeout_seconds"
@@ -179,7 +183,7 @@ class SaveJob:
     def run(self) -> None:
         """Write this rank's files and report them; on rank 0 commit the checkpoint.
 
-        A disk error or a fault of the state is stored in `error`.
+        A disk error, or the reason why the state must not be saved, is stored in `error`.
         """
         try:
             self._write_share()
@@ -193,17 +197,17 @@ class SaveJob:
         """Write this rank's files, and report success or failure to rank 0 in a status file.
 
         Raises:
-            OSError: If the files cannot be written; they are then removed.
-            CorruptCheckpoint: If the state must not be saved.
+            OSError: If the files cannot be written. This rank's files are then removed.
+            CorruptCheckpoint: If the state must not be saved (`Prepared.error`).
         """
         try:
             tensors = self._write_files()
             files = {path.name: hash_file(path) for path in self._own_files()}
         except (OSError, CorruptCheckpoint) as error:
-            # Free space before the report, which would not fit on a full disk.
+            # Remove the files first: on a full disk there would be no space for the report.
             for path in self._own_files():
                 path.unlink(missing_ok=True)
-            # A path may not be valid UTF-8, and a report must be.
+            # The message may contain a path that is not valid UTF-8, but the report must be valid.
             message = reason_and_file(error).encode(errors="backslashreplace").decode()
             self._report(RankStatus(error=message))
             raise
@@ -215,7 +219,7 @@ class SaveJob:
 
         Raises:
             OSError: If a file cannot be written.
-            CorruptCheckpoint: If the state must not be saved.
+            CorruptCheckpoint: If the state must not be saved (`Prepared.error`).
         """
         if self._prepared.error is not None:
             raise CorruptCheckpoint(self._prepared.error)
@@ -247,7 +251,8 @@ class SaveJob:
         Raises:
             OSError: If a rank has failed or does not report in time, or the manifest cannot be
                 written.
-            CorruptCheckpoint: If the ranks' slices are not every tensor exactly once.
+            CorruptCheckpoint: If the slices of all ranks together lack elements of a tensor or
+                contain some twice.
         """
         files: dict[str, FileRecord] = {}
         tensors: dict[str, TensorTally] = {}
