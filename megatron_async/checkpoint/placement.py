@@ -28,7 +28,9 @@ from megatron_async.models.shards import Rule, ShardLayout
 class ParameterId:
     """Identifies one parameter of the whole model by its sharding rule, the number of its layer and
     the number of its expert, both counted over all ranks.
-    Attributes: expert: Number of the expert; 0 if the parameter does not belong to an expert.
+
+    Attributes:
+        expert: Number of the expert; 0 if the parameter does not belong to an expert.
     """
 
     rule: Rule

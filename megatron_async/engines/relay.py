@@ -104,8 +104,10 @@ class StreamRelay:
         """Return the tokens that were read since the last report.
 
         If there are none, wait for some. After a time limit, return an empty report.
-        || Args:
-        acknowledged: Numbers of streams whose reported tokens are stored, so that more may be read.
+
+        Args:
+            acknowledged: Numbers of streams whose reported tokens are stored, so that more may be
+                read.
         """
         self._outbox.acknowledge(acknowledged)
         for stream in acknowledged:

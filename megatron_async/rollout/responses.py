@@ -77,9 +77,10 @@ class ResponseSpec:
     ) -> GenerationRequest:
         """Return the request that generates the rest of a response, up to the limit, after the
         prompt and the tokens that the response has so far.
-        || Args:
-        name: Id of the request.
-        response_ids: Tokens of the response so far, in consecutive pieces.
+
+        Args:
+            name: Id of the request.
+            response_ids: Tokens of the response so far, in consecutive pieces.
         """
         input_ids = np.concatenate([prompt_ids, *response_ids]).astype(np.int32)
         left = self.limit - (len(input_ids) - len(prompt_ids))

@@ -45,8 +45,10 @@ def raise_lost(announced: Sequence[Future[dict[str, Any]]], calls: EngineCalls) 
     contains the engines at fault: engines whose call failed for another reason than a failed
     receive; engines that fail a health check; engines that have not replied to the call; engines
     whose receive failed. If all sets are empty, the function returns.
-    || Args:
-    announced: One call for each engine of `calls`, which announced the bucket that was broadcast.
+
+    Args:
+        announced: One call for each engine of `calls`, which announced the bucket that was
+            broadcast.
     """
     wait(announced, _GRACE_SECONDS)
     raise_own_failures(announced)

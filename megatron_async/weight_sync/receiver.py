@@ -137,9 +137,10 @@ class WeightReceiver:
     ) -> Received:
         """Write all shards (files with a part of the tensors) of a version, and then remove the
         previous version.
-        || Args:
-        shard: Function that returns the content of a shard.
-        size: Number of bytes of published files that it reads.
+
+        Args:
+            shard: Function that returns the content of a shard.
+            size: Number of bytes of published files that it reads.
         """
         target = VersionWriter(self._root, f"{manifest.version}-{manifest.digest[:16]}")
         try:

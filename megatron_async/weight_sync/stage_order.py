@@ -55,8 +55,8 @@ class StageToken:
 class StageOrder:
     """Position of a sender in the order in which the senders of pipeline stages send. This class is
     the order for a single sender, which waits for nothing; subclasses are for several senders.
-    || `index` is the sender's position, counted from 0, and `last` is whether it is the last
-    sender.
+
+    `index` is the sender's position, counted from 0, and `last` is whether it is the last sender.
     """
 
     index = 0

@@ -94,10 +94,10 @@ class _StageWriter(ShardWriter):
     def with_stages_before(self, before: Mapping[str, Any]) -> dict[str, Any]:
         """Return the manifest entries of all shards that this pipeline stage and the stages before
         it wrote.
-        || `before` has the entries of the stages before it.
 
-        The result has the fields `shards`, `owners` and `files` of `VersionManifest`. `files`
-        describes the differences; it is None if any of these stages has no differences.
+        `before` has the entries of the stages before it. The result has the fields `shards`,
+        `owners` and `files` of `VersionManifest`. `files` describes the differences; it is None if
+        any of these stages has no differences.
         """
         files, earlier = self.files, before.get("files", {})
         both = None if files is None or earlier is None else {**earlier, **files}
