@@ -1,14 +1,15 @@
-"""Reads a Hugging Face config.json into an `Architecture`: a decoder as plain, checked numbers.
+"""Reads a Hugging Face config.json into an `Architecture`, which describes a decoder-only model by
+plain, checked numbers.
 
-Also provides `served_context`, the context with which SGLang serves a model: prompt and response
-together.
+Also computes `served_context`, the context length with which SGLang serves a model: the largest
+number of tokens of prompt and response together.
 
 Invariants
-- Nothing is guessed: a setting of config.json that the trainer does not implement (a rope type, an
-  activation, a bias) is refused with one sentence that names the setting, never ignored.
+- Nothing is guessed: if config.json has a setting that the trainer does not implement (a rope type,
+  an activation, a bias), an error of one sentence names the setting; it is never ignored.
 - Both spellings of rotary settings are read: `rope_parameters` (transformers 5) and `rope_theta`
-  with `rope_scaling` (transformers 4). If a file has both, the one that transformers 5 uses is
-  read, and the file is refused if the other one contradicts it.
+  with `rope_scaling` (transformers 4). If a file has both, those are used that transformers 5 uses,
+  and an error is raised if the others contradict them.
 - transformers is not imported: reading a config takes milliseconds and runs no model code.
 """
 
@@ -23,7 +24,8 @@ from megatron_async.config.files import read_json_object
 from megatron_async.errors import UserError, short_repr
 
 MAX_SIZE: Final = (1 << 31) - 1
-"""Largest allowed dimension or count in a config.json: the largest that tensors can have."""
+"""Largest allowed dimension or count in a config.json, which is the largest that a tensor can
+have."""
 MAX_LAYERS: Final = 100_000
 _ORIGINAL: Final = "original_max_position_embeddings"
 DTYPES: Final = ("float32", "bfloat16", "float16")
@@ -56,8 +58,8 @@ class Rope:
 
     @property
     def score_scale(self) -> float:
-        """Factor of attention scores: 1/t of YaRN (Peng et al., arXiv 2309.00071, section 3.4),
-        else 1."""
+        """Factor by which attention scores are multiplied. For YaRN it is 1/t of Peng et al. (arXiv
+        2309.00071, section 3.4), otherwise 1."""
         return (0.1 * math.log(self.factor) + 1) ** 2 if self.kind == "yarn" else 1.0
 
 
@@ -96,8 +98,9 @@ class Architecture:
     qk_norm: bool = False
     activation: Activation = "silu"
     experts: Experts | None = None
-    # Of Gemma 3: sliding-window layers with a separate rope, norms after attention and MLP, norm
-    # weights stored as offsets from 1, and embeddings scaled by sqrt(hidden size).
+    # The fields from here to `scale_embeddings` are for Gemma 3: sliding-window layers with a
+    # separate rope, norms after attention and MLP, norm weights stored as offsets from 1, and
+    # embeddings scaled by sqrt(hidden size).
     local_window: int | None = None
     local_layers: tuple[bool, ...] = ()
     local_rope: Rope | None = None
@@ -108,13 +111,14 @@ class Architecture:
     dtype: str = "float32"
 
     def padded_vocab_size(self, tensor_size: int) -> int:
-        """Return the rows of the embedding over all tensor ranks: the vocabulary, padded to their
-        multiple."""
+        """Return the number of rows of the embedding over `tensor_size` tensor-parallel ranks: the
+        vocabulary, padded to a multiple of the number of ranks."""
         return -(-self.vocab_size // tensor_size) * tensor_size
 
 
 class ConfigReader:
-    """Typed access to the values of a config.json; errors name the file, the key and the value.
+    """Reads values of a config.json and checks their types. Errors name the file, the key and the
+    value.
 
     Attributes:
         raw: The content of the file.
@@ -162,7 +166,7 @@ class ConfigReader:
         return value
 
     def mapping(self, key: str, value: Any) -> Mapping[str, Any]:
-        """Return `value`, which `key` has in the file, after checking that it is a mapping.
+        """Check that `value`, the value of `key` in the file, is a mapping; return it.
 
         Raises:
             UserError: If the value is not a mapping.
@@ -181,12 +185,12 @@ class ConfigReader:
             )
 
     def error(self, key: str, value: Any, required: str) -> UserError:
-        """Return a UserError that says that the `value` of `key` must be what `required`
-        describes."""
+        """Return a UserError with the message that `key` is `value` and must be what the text
+        `required` describes."""
         return UserError(f"{self.where}: {key} is {short_repr(value)}; it must be {required}")
 
     def _positive(self, key: str, value: Any) -> float:
-        """Return `value` as a float after checking that it is a positive finite number.
+        """Check that `value` is a positive finite number; return it as a float.
 
         Raises:
             UserError: If it is not.
@@ -201,12 +205,12 @@ class ConfigReader:
         raise self.error(key, value, "a positive number")
 
     def head_dim(self) -> int:
-        """Return the size of an attention head: `head_dim`, or else the hidden size divided by the
-        heads.
+        """Return the size of an attention head: the value of `head_dim` or, if it is not set, the
+        hidden size divided by the number of heads.
 
         Raises:
-            UserError: If the size is odd (rope rotates pairs of elements), or the division has a
-                remainder.
+            UserError: If the size is odd, because rope rotates pairs of elements, or if the
+                division has a remainder.
         """
         hidden, heads = self.integer("hidden_size"), self.integer("num_attention_heads")
         if self.raw.get("head_dim") is None and hidden % heads:
@@ -253,7 +257,8 @@ class ConfigReader:
         return rope
 
     def rope_from(self, settings: Mapping[str, Any], key: str) -> Rope:
-        """Parse `settings`, the value of `key` in config.json, as the rope of all layers.
+        """Parse `settings`, the value of `key` in config.json, as a rope (rotary embedding) that
+        all layers have.
 
         Raises:
             UserError: If a setting is invalid or not supported.
@@ -304,8 +309,8 @@ class ConfigReader:
         """Parse the settings of a YaRN rope with base `theta`.
 
         Raises:
-            UserError: If a setting is invalid, or SGLang and transformers interpret it differently
-                or ignore it.
+            UserError: If a setting is invalid, or if it is one that SGLang and transformers
+                interpret differently or ignore.
         """
         yarn = ConfigReader(settings, self.family, f"{self.where}: {key}")
         for name in ("attention_factor", "attn_factor", "mscale", "mscale_all_dim"):
@@ -339,12 +344,14 @@ class ConfigReader:
             normalize_top_k: Whether the weights of a token's experts sum to 1.
 
         Raises:
-            UserError: If a number is invalid, or no gradient could train the router.
+            UserError: If a number is invalid, or if each token uses one expert whose weight is
+                always 1, so that the router would get no gradient.
         """
         count = self.integer(count_key)
         top_k = self.integer("num_experts_per_tok", largest=count)
         if top_k == 1 and normalize_top_k:
-            # The weight of a single expert would always be 1, and would not train the router.
+            # With weights that sum to 1, the weight of a single expert is always 1, so the router
+            # would get no gradient.
             raise self.error("num_experts_per_tok", 1, "2 or more if their weights sum to 1")
         return Experts(
             num=count,
@@ -367,15 +374,17 @@ class ConfigReader:
         return str(name)
 
     def dense(self, **extra: Any) -> Architecture:
-        """Build the architecture from the keys that all supported decoders share.
+        """Build the architecture from the keys of config.json that all supported decoders share.
 
         Args:
-            **extra: Fields that the family adds or reads differently.
+            **extra: Fields of `Architecture` that only this family has, or that it reads from other
+                keys.
 
         Raises:
             UserError: If a value is invalid or not supported.
         """
-        # SGLang applies these settings even to models for which transformers ignores them.
+        # Refuse these settings for every family, because SGLang applies them even to models for
+        # which transformers ignores them.
         self.refuse("partial_rotary_factor", (None, 1.0))
         self.refuse("final_logit_softcapping")
         self.refuse("quantization_config")
@@ -430,7 +439,7 @@ def read_config_json(model_dir: Path | str) -> dict[str, Any]:
 
 
 _HUB_NAME = re.compile(r"(?!(?:models|runs|checkpoints|data)/)[A-Za-z0-9][\w.-]*/[\w.-]+")
-# The keys of a model's context, in the order in which SGLang looks for them.
+# Keys of config.json for the context length, in the order in which SGLang looks for them.
 _CONTEXT_KEYS = (
     "max_sequence_length",
     "seq_length",
@@ -441,10 +450,11 @@ _CONTEXT_KEYS = (
 
 
 def served_context(model: Mapping[str, Any]) -> int | None:
-    """Return the context, in tokens, with which SGLang serves a model; None if config.json states
-    none.
+    """Return the context length in tokens with which this project lets SGLang serve a model; None
+    if config.json states none.
 
-    For a model with YaRN it is `yarn_context`.
+    For a model with YaRN it is the full context (`yarn_context`), otherwise what SGLang reads from
+    config.json.
 
     Args:
         model: The parsed config.json.
@@ -453,10 +463,12 @@ def served_context(model: Mapping[str, Any]) -> int | None:
 
 
 def yarn_context(model: Mapping[str, Any]) -> int | None:
-    """Return the full context, in tokens, of a model with YaRN; None for any other model.
+    """Return the context length in tokens of a model with YaRN after scaling; None for any other
+    model.
 
-    SGLang reads `max_position_embeddings`. A file that states the original context there, as Qwen's
-    do, would be served only with that context.
+    SGLang itself takes the context length from `max_position_embeddings`. Some files, for instance
+    Qwen's, state the unscaled length there, and SGLang would serve such a model only with the
+    unscaled length.
 
     Args:
         model: The parsed config.json.
@@ -470,8 +482,8 @@ def yarn_context(model: Mapping[str, Any]) -> int | None:
 
 
 def _read_context(model: Mapping[str, Any]) -> int | None:
-    """Return the context, in tokens, that SGLang reads from a parsed config.json; None if it has
-    none."""
+    """Return the context length in tokens that SGLang itself reads from a parsed config.json; None
+    if the file has none."""
     outer = ConfigReader(model, "SGLang")
     text = ConfigReader(outer.mapping("text_config", model.get("text_config", model)), "SGLang")
     scaling = ConfigReader(text.rope_settings()[1], "SGLang")
@@ -479,8 +491,9 @@ def _read_context(model: Mapping[str, Any]) -> int | None:
     if (
         _ORIGINAL in scaling.raw
         or scaling.raw.get("rope_type") == "llama3"
-        or text.raw.get("model_type") == "gemma3_text"  # Its ropes differ by layer type.
+        # Its layers have different ropes, so SGLang applies no factor.
+        or text.raw.get("model_type") == "gemma3_text"
     ):
-        factor = 1.0  # The file states the length after scaling.
+        factor = 1.0  # The file states the context length after scaling.
     found = (text.integer(key) for key in _CONTEXT_KEYS if text.raw.get(key) is not None)
     return next((int(factor * length) for length in found), None)

@@ -1,8 +1,10 @@
-"""Provides the shard rules that decoder families share: embedding, attention, feed-forward, head.
+"""Provides the shard rules that decoder families share: those of embedding, attention, feed-forward
+and head. A shard rule says from which Hugging Face tensors a Megatron parameter is made, and how
+tensor-parallel ranks divide it.
 
-A family combines these rules and passes the names that differ. Each parameter is listed with its
-name in local Megatron layers and, where it differs, in Transformer Engine layers (which include a
-norm in the linear layer that follows it).
+A family combines these rules and passes the names that differ between families. Each parameter is
+listed with its name in local Megatron layers and, if that differs, its name in Transformer Engine
+layers, in which a norm is a part of the linear layer after it.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,15 +25,15 @@ def _layer_rule(
     groups: int = 0,
     expert: bool = False,
 ) -> Rule:
-    """Return the shard rule of a parameter that every layer has: its names, shapes and division
-    over tensor ranks.
+    """Return the shard rule of a parameter that every layer has: its names, its shapes, and how
+    tensor-parallel ranks divide it.
 
     Args:
-        layout: How tensor ranks divide the parameter.
+        layout: How tensor-parallel ranks divide the parameter.
         parameters: Its Megatron name in a local layer (one without Transformer Engine) and, if that
             differs, its name in a Transformer Engine layer.
-        tensors: The names, inside a layer, and shapes of its Hugging Face tensors.
-        groups: Number of key/value heads of a QKV layout.
+        tensors: Shapes of its Hugging Face tensors, by their names inside a layer.
+        groups: For a fused QKV parameter, the number of key/value heads; otherwise 0.
         expert: Whether each expert has such a parameter.
     """
     return Rule(
@@ -45,8 +47,8 @@ def _layer_rule(
 
 
 def norm_rule(parameters: tuple[str, ...], tensor: str, size: int) -> Rule:
-    """Return the shard rule of a norm's weight inside a layer: its names, shape and division over
-    tensor ranks.
+    """Return the shard rule of the weight of a norm inside a layer, which every tensor-parallel
+    rank has completely.
 
     Args:
         parameters: Its Megatron name in a local layer (one without Transformer Engine) and, if that
@@ -72,8 +74,8 @@ def head_rules(a: Architecture) -> list[Rule]:
     """Return the shard rules of the final norm and the output head, which the last pipeline stage
     has.
 
-    If the head is tied and the model has several stages, the last stage has a copy of the
-    embedding.
+    If the head is tied (it shares its weights with the embedding) and the model has several stages,
+    the last stage has a copy of the embedding.
     """
     return [
         Rule(
@@ -94,11 +96,11 @@ def head_rules(a: Architecture) -> list[Rule]:
 
 
 def attention_rules(a: Architecture) -> list[Rule]:
-    """Return the shard rules of a layer's attention: input norm, fused QKV, QK norms, output
-    projection.
+    """Return the shard rules of a layer's attention: its input norm, the fused projection of query,
+    key and value (QKV), the norms of query and key heads, and the output projection.
 
-    The fused QKV has a bias, and the norms of query and key heads exist, only if the family has
-    them.
+    A rule for the bias of QKV and rules for the norms of query and key heads are included only if
+    the architecture has them.
     """
     q_rows, kv_rows = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
 
@@ -153,7 +155,7 @@ def _gated_rules(
         fc1: Megatron's names of the fused gate/up projection.
         fc2: Megatron's names of the down projection.
         tensors: Hugging Face names of the gate, up and down projections.
-        expert: Whether it is the feed-forward of an expert.
+        expert: Whether each expert of a layer has such a feed-forward.
     """
     gate, up, down = tensors
     rows = (width, a.hidden_size)
@@ -168,7 +170,7 @@ def mlp_rules(a: Architecture, norm: str = "post_attention_layernorm.weight") ->
     projection.
 
     Args:
-        norm: Hugging Face name of the norm.
+        norm: Hugging Face name of the norm before the feed-forward.
     """
     return [
         norm_rule(
@@ -193,10 +195,10 @@ def expert_rules(
 ) -> list[Rule]:
     """Return the shard rules of a layer's mixture of experts: its norm, router and experts.
 
-    Expert tensor parallelism is not used, so each expert is complete on its rank.
+    Tensor parallelism does not divide experts, so each expert is complete on one rank.
 
     Args:
-        block: Hugging Face name of the feed-forward.
+        block: Hugging Face name of the layer's feed-forward, inside which the experts are.
         gate: Hugging Face name of an expert's gate projection.
         up: Hugging Face name of an expert's up projection.
         down: Hugging Face name of an expert's down projection.
@@ -225,11 +227,11 @@ def expert_rules(
 def decoder_rules(
     feed_forward: Callable[[Architecture], list[Rule]],
 ) -> Callable[[Architecture], tuple[Rule, ...]]:
-    """Return a function that lists all rules of an architecture, with `feed_forward` in every
-    layer.
+    """Return a function that returns all shard rules of an architecture: those of embedding,
+    attention and head, and in every layer those that `feed_forward` returns.
 
     Args:
-        feed_forward: Returns the rules of a layer's feed-forward.
+        feed_forward: Function that returns the rules of a layer's feed-forward.
     """
 
     def rules(a: Architecture) -> tuple[Rule, ...]:

@@ -1,14 +1,18 @@
-"""Exports the model: turns Megatron shards back into Hugging Face tensors, as a stream of buckets.
+"""Exports the model: converts Megatron's shards back to Hugging Face tensors and yields them in
+buckets, which are lists of tensors of limited size.
 
 Invariants
-- The model is walked once, in one order that every rank derives from the table of rules. In
-  addition to its own shards, a rank has at most one bucket and one whole parameter in memory.
-- A stage's leader (tensor rank 0 of the first data-parallel replica) gathers its stage: tensor
-  shards over the tensor group, experts over the expert group. `stage_tensors` is that walk. Each
-  leader sends its own layers to engines (`stage_buckets`). For a file that rank 0 writes,
-  `sender_tensors` forwards every stage to rank 0. With `everywhere`, every rank gets all tensors.
+- The parameters are exported one after the other, in an order that every rank derives from the
+  table of shard rules. In addition to its own shards, a rank has at most one bucket and one whole
+  parameter in memory.
+- Each pipeline stage has a leader: tensor-parallel rank 0 of the first data-parallel replica. It
+  gathers the parameters of its stage, from the tensor-parallel or the expert-parallel ranks
+  (`stage_tensors`). To send weights to engines, each leader makes buckets of its own stage
+  (`stage_buckets`). To write files, rank 0 gets the tensors of all stages (`sender_tensors`). With
+  `everywhere`, every rank gets all tensors.
 - These iterators are collective: every rank must exhaust them, even if it receives nothing.
-- The tied head of the last stage is a copy and is not exported.
+- An output head that shares its weights with the embedding is a copy of it on the last stage, and
+  is not exported.
 - Yielded tensors may share memory with parameters; use them before the next optimizer step.
 """
 
@@ -31,16 +35,16 @@ SENDER = 0
 
 @dataclass(frozen=True)
 class WalkStep:
-    """One step of the walk over the parameters of a pipeline stage: one parameter of one layer.
+    """One step in which a pipeline stage exports its parameters: one parameter of one layer.
 
     A parameter that every expert has is exported in several steps. Each of them covers the
     parameter of one expert on each expert-parallel rank.
 
     Attributes:
         rule: Rule of the parameter.
-        layer: Global number of its layer.
-        experts: Global numbers of the experts whose parameter this step covers, one for each
-            expert-parallel rank; (0,) if the parameter does not belong to an expert.
+        layer: Number of its layer in the whole model.
+        experts: Numbers, in the whole model, of the experts whose parameter this step covers, one
+            for each expert-parallel rank; (0,) if the parameter does not belong to an expert.
     """
 
     rule: Rule
@@ -83,11 +87,11 @@ def stage_tensors(
     """Generate the name and values of each Hugging Face tensor of this rank's pipeline stage, one
     step at a time.
 
-    The stage's leader, its first rank, gets whole tensors. Other ranks of the stage get nothing,
-    but must iterate to send their shards. Collective.
+    Collective: every rank of the stage must iterate to the end. Only the stage's leader (its first
+    rank) gets tensors, which are whole; the others only send their shards.
 
     Args:
-        chunks: This rank's model chunks.
+        chunks: The parts of the model that this rank has.
         architecture: The architecture of the model.
         everywhere: Whether every rank of the stage gets whole tensors.
     """
@@ -145,16 +149,18 @@ def stage_buckets(
     *,
     everywhere: bool = False,
 ) -> Iterator[list[NamedTensor]]:
-    """Generate the tensors of this rank's pipeline stage in buckets, on the stage's leader (its
-    first rank). Collective.
+    """Generate the tensors of this rank's pipeline stage in buckets, which are lists of tensors of
+    limited size.
 
-    Every other rank must iterate too; it gets nothing, except with `everywhere`.
+    Collective: every rank must iterate to the end. Without `everywhere`, only the stage's leader
+    (its first rank) gets buckets.
 
     Args:
-        chunks: This rank's model chunks.
+        chunks: The parts of the model that this rank has.
         architecture: The architecture of the model.
-        bucket_bytes: Size limit of a bucket.
-        convert: Changes the tensors before they are put into buckets (precision, quantization).
+        bucket_bytes: Largest size of a bucket in bytes; a larger tensor has its own bucket.
+        convert: Function that changes the tensors before they are put into buckets, for instance
+            quantizes them; None if they are not changed.
         everywhere: Whether every rank gets the whole model, stage after stage, in the same buckets.
     """
     if everywhere:
@@ -191,12 +197,12 @@ def _everywhere(
 def sender_tensors(
     chunks: Sequence[torch.nn.Module], architecture: Architecture, dtype: torch.dtype | None = None
 ) -> Iterator[NamedTensor]:
-    """Generate the name and values of each tensor of the whole model on global rank 0. Collective.
+    """Generate the name and values of each tensor of the whole model on rank 0, stage after stage.
 
-    Stages follow one after the other. Every other rank must iterate too, and gets nothing.
+    Collective: every rank must iterate to the end; the result is useful only on rank 0.
 
     Args:
-        chunks: This rank's model chunks.
+        chunks: The parts of the model that this rank has.
         architecture: The architecture of the model.
         dtype: Precision to which tensors are cast before they are sent; None for the precision of
             the parameters.
@@ -220,8 +226,8 @@ def sender_tensors(
 
 
 def buckets(tensors: Iterable[NamedTensor], bucket_bytes: int) -> Iterator[list[NamedTensor]]:
-    """Group consecutive tensors into buckets of at most `bucket_bytes`; a larger tensor is alone in
-    one."""
+    """Group consecutive tensors into lists (buckets) of at most `bucket_bytes` bytes. A larger
+    tensor is the only one of its bucket."""
     bucket: list[NamedTensor] = []
     bucket_size = 0
     for name, tensor in tensors:

@@ -1,8 +1,10 @@
-"""Checks, before anything starts, whether a model can be laid out over the ranks as configured.
+"""Checks, before anything starts, that a model can be divided over the trainer's ranks and an
+engine's GPUs as configured.
 
 Invariants
-- Pure and light: no torch, no Megatron, no process group, so that the command line can check first.
-- Every impossible layout is reported in one sentence that names the setting and its value.
+- The checks need neither torch nor Megatron nor a process group, so the command line can make them
+  before it starts processes.
+- Every impossible division is reported in one sentence that names the setting and its value.
 """
 
 from megatron_async.config.model import ParallelConfig

@@ -20,10 +20,11 @@ from megatron_async.models.shards import split
 
 @torch.no_grad()
 def load_hf_weights(chunks: Sequence[torch.nn.Module], model_dir: Path | str) -> None:
-    """Fill this rank's parameters from a Hugging Face directory, in the parameters' precision.
+    """Fill this rank's parameters with the values of a Hugging Face directory, cast to the
+    parameters' precision.
 
     Args:
-        chunks: This rank's model chunks.
+        chunks: The parts of the model that this rank has.
         model_dir: The Hugging Face directory.
 
     Raises:

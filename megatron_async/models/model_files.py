@@ -2,7 +2,8 @@
 config.json.
 
 Invariants
-- Checks import neither torch nor Megatron: the command line calls them before anything starts.
+- Checks import neither torch nor Megatron, because the command line makes them before anything
+  starts.
 - The values of the weights are checked too: NaN, infinity and a matrix of zeros are refused.
 - A directory that passes contains every tensor that the model needs, with the expected shape and as
   floating-point numbers, in files as long as their headers say, and no tensor that the model does
@@ -32,27 +33,33 @@ if TYPE_CHECKING:
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 VERSION_KEY = "policy_version"
-"""Key, in the metadata of a file that a run has written, of the weights' policy version."""
+"""Key in the metadata of a safetensors file that a run has written; its value is the policy version
+of the weights."""
 _LFS_POINTER = b"version https://git-lfs"
-# For each data type of weights: an unsigned integer type of its size, and the exponent's bit mask.
+# For each data type of weights: an unsigned integer type of the same size, and the bit mask of the
+# exponent.
 _FLOATS: dict[str, tuple[str, int]] = {
     "F64": ("<u8", 0x7FF0 << 48),
     "F32": ("<u4", 0x7F80 << 16),
     "F16": ("<u2", 0x7C00),
     "BF16": ("<u2", 0x7F80),
 }
-# A larger model is checked in part; the trainer ranks check the rest when they load it.
+# Size up to which all values of a model are checked. Of a larger model, only the first
+# `_READ_BYTES_OF_EACH` bytes of each tensor are checked here; trainer ranks check the rest when
+# they load it.
 _READ_WHOLE_BYTES = 8 << 30
 _READ_BYTES_OF_EACH = 1 << 20
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# Matrices that may be zero when a training starts.
+# Parts of names of matrices that may be all zero in a valid model, for instance if they were
+# initialized so.
 _MAY_BE_ZERO = ("o_proj", "down_proj", ".w2.", ".gate.")
 
 
 class SafetensorsDirectory:
-    """Reads slices of the tensors in a model directory, from one file or from files with an index.
+    """Reads slices of the tensors in a model directory, which has one safetensors file, or several
+    with an index.
 
-    A context manager, which closes the files.
+    It is a context manager that closes the files.
 
     Attributes:
         path: The directory.
@@ -66,12 +73,13 @@ class SafetensorsDirectory:
         max_open: int | None = None,
         framework: Literal["pt", "np"] = "pt",
     ) -> None:
-        """Read the names of the tensors.
+        """Read the names of the tensors; no values are read yet.
 
         Args:
             model_dir: The directory.
-            max_open: Number of files that are memory-mapped at a time; None means all that were
-                read. The pages read from a mapped file count as memory of this process.
+            max_open: Number of files that stay memory-mapped at a time; None means no limit. A
+                limit saves memory, because the pages that were read from a mapped file count as
+                memory of this process.
             framework: Type of the slices that are read, as safetensors names it; only "pt" imports
                 torch.
 
@@ -101,8 +109,8 @@ class SafetensorsDirectory:
             self._file(file)
 
     def version(self) -> str:
-        """Return the policy version of weights that a run has exported; empty for any other
-        model."""
+        """Return the policy version of the weights if a run has exported them, otherwise an empty
+        string."""
         metadata = self._file(next(iter(self.file_of.values()))).metadata() or {}
         return str(metadata.get(VERSION_KEY, ""))
 
@@ -143,7 +151,7 @@ class SafetensorsDirectory:
             ) from error
 
     def _file(self, name: str) -> Any:
-        """Return the open file `name`, after opening it if necessary.
+        """Return the open file `name`; open it if it is not open.
 
         Raises:
             UserError: If the file is missing or damaged.
@@ -167,8 +175,8 @@ class SafetensorsDirectory:
         self._open.pop(next(iter(self._open))).__exit__(None, None, None)
 
     def _files(self) -> dict[str, str]:
-        """Return, for each tensor, the name of its file, from the index or else from the single
-        file.
+        """Return the name of the file of each tensor, by the tensor's name. It is read from the
+        index, or from the single file if there is no index.
 
         Raises:
             UserError: If the directory has no safetensors, or its index is damaged.
@@ -197,8 +205,8 @@ class SafetensorsDirectory:
 
 
 def _cause(path: Path, error: Exception) -> str:
-    """Return why a file of weights cannot be read, and the remedy, as far as its first bytes show
-    it."""
+    """Return a message that says why a file of weights cannot be read and what to do, as far as its
+    first bytes and `error` show it."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         start = file.read(len(_LFS_POINTER))
         if not start:
@@ -219,7 +227,7 @@ def expected_tensors(architecture: Architecture) -> Iterator[tuple[str, tuple[in
 
 
 def check_tensors(directory: SafetensorsDirectory, architecture: Architecture) -> None:
-    """Check that a directory has exactly the tensors that config.json describes.
+    """Check that a directory has exactly the tensors that follow from config.json.
 
     Raises:
         UserError: If a tensor is missing, unknown, or has another shape or type.
@@ -259,8 +267,8 @@ def check_tensors(directory: SafetensorsDirectory, architecture: Architecture) -
 
 
 def check_weights(model_dir: Path | str, architecture: Architecture | None) -> None:
-    """Check that the files of a model directory can be read, fit config.json and contain sound
-    values.
+    """Check that the files of a model directory can be read and fit config.json, and that their
+    values are finite and plausible.
 
     Of a model of more than 8 GiB, only the values at the start of each tensor are read.
 
@@ -284,18 +292,20 @@ def check_weights(model_dir: Path | str, architecture: Architecture | None) -> N
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """Read the header of a safetensors file; return it and the number of the byte after it."""
+    """Read the header of a safetensors file; return it, and the number of the first byte after
+    it."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         return json.loads(opened.read(length)), 8 + length
 
 
 def _bits(file: Path, max_bytes: int | None) -> Iterator[tuple[str, npt.NDArray[Any], int]]:
-    """Generate the name, the bits and the exponent mask of each floating-point tensor of a file.
+    """Generate, for each floating-point tensor of a file, its name, its values' bits as unsigned
+    integers, and the mask of the exponent in these bits.
 
     Args:
         file: The safetensors file.
-        max_bytes: How many bytes of each tensor are read; None means all.
+        max_bytes: Largest number of bytes that are read of each tensor; None means all.
     """
     header, offset = _header(file)
     for name, tensor in header.items():
@@ -311,10 +321,11 @@ def _bits(file: Path, max_bytes: int | None) -> Iterator[tuple[str, npt.NDArray[
 def _check_numbers(
     where: str, name: str, bits: npt.NDArray[Any], exponent: int, architecture: Architecture | None
 ) -> None:
-    """Check that values of tensor `name` are finite, and not all zero unless that is plausible.
+    """Check that values of tensor `name` are finite, and that they are not all zero unless the
+    tensor may be.
 
     Args:
-        where: The tensor's file and name, for the message.
+        where: The tensor's file and name, for the error message.
         bits: The values' bits as unsigned integers.
         exponent: Mask of the exponent in those bits.
         architecture: The model's architecture; None if its family is unknown.

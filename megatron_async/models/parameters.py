@@ -1,7 +1,9 @@
-"""Maps each parameter of a model chunk to its shard rule, global layer and expert number.
+"""Maps each parameter on a rank to its shard rule, and to the numbers of its layer and expert in
+the whole model.
 
 Invariants
-- Every parameter has exactly one rule; a parameter without a rule is an error, never skipped.
+- Every parameter has exactly one rule. A parameter without a rule causes an error; it is never
+  skipped.
 """
 
 import re
@@ -27,13 +29,13 @@ class LocalParameter:
     """A parameter of this rank with its position in the whole model.
 
     Attributes:
-        name: Its name in the model chunk.
+        name: Its name in the part of the model that this rank has.
         parameter: This rank's shard of the parameter.
-        rule: Its shard rule.
-        layer: Global number of its layer; 0 outside layers.
-        expert: Global number of its expert; 0 outside experts.
+        rule: Its shard rule: from which Hugging Face tensors it is made, and how ranks divide it.
+        layer: Number of its layer in the whole model; 0 if it is in no layer.
+        expert: Number of its expert in the whole model; 0 if it belongs to no expert.
         size: Number of ranks over which tensor parallelism divides the parameter.
-        rank: Number of this rank among them.
+        rank: Number of this rank among these ranks.
     """
 
     name: str
@@ -51,7 +53,7 @@ class LocalParameter:
 
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside data-parallel and precision wrappers."""
+    """Return the model that is inside Megatron's wrappers for data parallelism and precision."""
     while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
         chunk = inner
     return chunk
@@ -60,7 +62,8 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
 def local_parameters(
     chunks: Sequence[torch.nn.Module], architecture: Architecture
 ) -> Iterator[LocalParameter]:
-    """Generate every parameter of this rank's model chunks with its rule, global layer and expert.
+    """Generate every parameter that this rank has, with its shard rule and the numbers of its layer
+    and expert in the whole model.
 
     Raises:
         KeyError: If a parameter has no rule.
@@ -92,9 +95,10 @@ def local_parameters(
 
 
 def _template(name: str) -> tuple[str, int, int]:
-    """Return a parameter's name as rules write it, and its layer and expert numbers on this rank.
+    """Return a parameter's name in the form that shard rules have, and the numbers of its layer and
+    expert on this rank.
 
-    In a rule's name, the numbers are replaced by `{layer}` and `{expert}`.
+    In that form, the numbers in the name are replaced by `{layer}` and `{expert}`.
     """
     layer = _LAYER.search(name)
     expert = _EXPERT.search(name)

@@ -3,9 +3,11 @@
 Invariants
 - The directory appears completely or not at all: everything is written and synced in a temporary
   directory next to it, which is then renamed.
-- Rank 0 has at most the tensors of one file in memory (`max_shard_bytes`, or one larger tensor).
-- Weights have the precision that config.json states, so that HF → Megatron → HF is bit-exact.
-- Every file of a run's weights names their policy version.
+- In addition to its own shards, rank 0 has at most the tensors of one file in memory:
+  `max_shard_bytes` bytes, or one larger tensor.
+- Weights are written in the precision that config.json states. So loading a Hugging Face directory
+  into Megatron and saving it gives the same weights, bit for bit.
+- Every file of weights that a run writes contains their policy version.
 - Config, tokenizer and chat templates are copied from the directory from which the model came.
 """
 
@@ -40,14 +42,15 @@ def save_hf(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     version: str = "",
 ) -> None:
-    """Write the model as Hugging Face directory `destination`. Every rank calls it; rank 0 writes.
+    """Write the model as Hugging Face directory `destination`. Every rank must make this call; rank
+    0 writes.
 
     Args:
-        chunks: This rank's model chunks.
+        chunks: The parts of the model that this rank has.
         destination: The directory to create.
         source: The Hugging Face directory whose config and tokenizer files are copied.
-        max_shard_bytes: Size limit of a file.
-        version: Policy version of the weights; empty if they are not from a run.
+        max_shard_bytes: Largest size of a file in bytes, unless a single tensor is larger.
+        version: Policy version of the weights; empty if no run has trained them.
 
     Raises:
         UserError: On every rank, before anything is written, if `destination` exists.
@@ -55,7 +58,8 @@ def save_hf(
     """
     architecture: Architecture = unwrap(chunks[0]).architecture
     destination = Path(destination)
-    # Only one rank checks, so that all ranks decide alike on a shared file system.
+    # Only rank 0 checks, so that all ranks come to the same decision even if a shared file system
+    # shows them different states.
     exists = [destination.exists()]
     dist.broadcast_object_list(exists, src=SENDER)
     if exists[0]:
@@ -90,8 +94,9 @@ def write_model_directory(
         stream: Buckets of named tensors.
         destination: The directory to create.
         source: The Hugging Face directory whose config and tokenizer files are copied.
-        version: Policy version of the weights; empty if they are not from a run.
-        dtype: Precision that the copied config.json states; None leaves it unchanged.
+        version: Policy version of the weights; empty if no run has trained them.
+        dtype: Precision that is written into the copied config.json; None leaves config.json
+            unchanged.
     """
     with new_directory(destination) as partial:
         _write_weights(stream, partial, version)
@@ -105,10 +110,10 @@ def write_model_directory(
 
 @contextmanager
 def new_directory(destination: Path) -> Iterator[Path]:
-    """Create a temporary directory next to `destination` for the block, which renames it when
-    complete.
+    """Create a temporary directory next to `destination`, in which this block writes files and
+    which it renames to `destination` when it is complete.
 
-    If the block does not rename the directory, it is removed.
+    At the end of the block, the temporary directory is removed if it was not renamed.
 
     Raises:
         CannotWrite: If the disk fails in the block.
@@ -128,8 +133,9 @@ def copy_hf_files(source: Path, folder: Path, dtype: str | None = None) -> None:
 
     Args:
         source: The model directory.
-        folder: Where the copies are written.
-        dtype: Precision that the copied config.json states; None leaves it unchanged.
+        folder: Directory to which the copies are written.
+        dtype: Precision that is written into the copied config.json; None leaves config.json
+            unchanged.
     """
     for path in [*sorted(source.iterdir()), *named_templates(source)]:
         if path.is_file() and path.suffix in COPIED_SUFFIXES and path.name != INDEX_FILE:
@@ -144,8 +150,8 @@ def copy_hf_files(source: Path, folder: Path, dtype: str | None = None) -> None:
 
 
 def _write_weights(stream: Iterator[list[NamedTensor]], folder: Path, version: str) -> None:
-    """Write each bucket of tensors to a safetensors file in `folder`, and the index of several
-    files."""
+    """Write each bucket of tensors to a safetensors file in `folder`; if there are several files,
+    write an index too."""
     metadata = {"format": "pt", VERSION_KEY: version}
     names_of_file: list[list[str]] = []
     total = 0
@@ -156,7 +162,7 @@ def _write_weights(stream: Iterator[list[NamedTensor]], folder: Path, version: s
         path = folder / _numbered(len(names_of_file), 0)
         with writing(path), with_default_mode(path):
             save_file(tensors, path, metadata=metadata)
-        # Free the tensors before the next bucket fills.
+        # Release these tensors before the tensors of the next bucket are made.
         bucket.clear()
         tensors.clear()
     count = len(names_of_file)
@@ -174,5 +180,5 @@ def _write_weights(stream: Iterator[list[NamedTensor]], folder: Path, version: s
 
 
 def _numbered(number: int, count: int) -> str:
-    """Return the name of file `number` of `count` files of weights."""
+    """Return the name of the file of weights with this number, if there are `count` files."""
     return f"model-{number:05d}-of-{count:05d}.safetensors"

@@ -1,7 +1,7 @@
 """Computes parameter counts, bytes and FLOPs of a language model from the sizes in its config.json.
 
-Counts follow the Llama/Qwen decoder: grouped-query attention, gated MLP (or experts), two norms a
-layer. Biases and norm weights are ignored (below 0.01 % of the parameters).
+The counts are for decoders like Llama and Qwen, with grouped-query attention and a gated MLP or
+experts. Biases and norm weights are not counted; they are less than 0.01 % of the parameters.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from megatron_async.errors import UserError
 from megatron_async.models.architecture import ConfigReader, read_config_json
 
 BF16 = 2
-"""Bytes of a weight and of an element of the KV cache."""
+"""Number of bytes of a weight and of an element of the KV cache, both in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,9 @@ class ModelShape:
 
     @cached_property
     def active_parameters(self) -> int:
-        """Number of parameters with which one token is multiplied (without the input embedding)."""
+        """Number of parameters of matrices by which a token is multiplied: attention, the MLP or
+        the experts that it uses, and the output projection. The router and the input embedding are
+        not counted."""
         mlp = self.mlp_parameters * (self.experts_per_token if self.experts else 1)
         return self.attention_parameters + mlp + self.head_parameters
 
@@ -77,14 +79,15 @@ class ModelShape:
 
     @cached_property
     def attention_flops_per_token_pair(self) -> int:
-        """FLOPs of score and weighted sum for one query and one key, over all layers and heads."""
+        """FLOPs that attention needs for one query token and one key token, for the score and the
+        weighted sum, over all layers and heads."""
         return 4 * self.layers * self.heads * self.head_dim
 
     def weight_bytes_read(self, batch: float) -> float:
         """Return the bytes of weights that one decode step of `batch` tokens reads.
 
-        Of the experts, those that at least one token uses are read, with uniform and independent
-        routing (assumed).
+        An expert's weights are read if at least one token uses the expert. It is assumed that each
+        token is routed uniformly and independently.
         """
         if not self.experts:
             return BF16 * self.active_parameters
@@ -111,11 +114,12 @@ SHAPES: Final = MappingProxyType(
 
 
 def shape_of(config: RunConfig) -> ModelShape:
-    """Return the sizes of a run's model, from its config.json or those of a known public model.
+    """Return the sizes of a run's model.
 
-    A simulation may name a public model (`simulate.model`). Otherwise the sizes come from the
-    config.json in `model.path` or, if that directory does not exist on this machine, from the
-    public model whose name it contains.
+    If a simulation names a public model (`simulate.model`), its sizes are in the table `SHAPES`.
+    Otherwise they come from the config.json in `model.path`. If that directory does not exist on
+    this machine, they come from the first model in `SHAPES` whose name the directory's name
+    contains.
 
     Raises:
         UserError: If the sizes cannot be found.

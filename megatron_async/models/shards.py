@@ -1,13 +1,17 @@
-"""Provides shard rules: how a Megatron parameter is made from Hugging Face tensors, and back.
+"""Provides shard rules. A rule says from which Hugging Face tensors a Megatron parameter is made,
+and how tensor-parallel ranks divide it into shards; `split` makes a shard, and `merge` converts all
+shards back.
 
 Invariants
-- `merge(layout, [split(..., rank) for rank in ranks])` is the identity, bit for bit.
-- A split reads only the rows or columns of its rank.
+- `merge(rule, [split(rule, ..., rank) for rank in ranks])` returns the original Hugging Face
+  tensors, bit for bit.
+- `split` reads only the rows or columns that the rank needs.
 - The rules do not need torch: the command line reads them before anything starts.
-- Megatron's layouts: fused QKV has, for each key/value head, its query heads, the key head and the
-  value head, so that a tensor rank's share is a number of consecutive groups. Fused gate/up has, on
-  each tensor rank, that rank's gate rows and then its up rows. The vocabulary is padded with zero
-  rows to a multiple of the tensor size.
+- The order of rows is Megatron's. A fused QKV parameter has one group of rows for each key/value
+  head: its query heads, the key head and the value head. So a tensor-parallel rank's shard is a
+  number of consecutive groups. A shard of a fused gate/up parameter has the rank's gate rows and
+  then its up rows. The vocabulary is padded with zero rows to a multiple of the number of
+  tensor-parallel ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,19 +49,21 @@ class LayerPosition(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """How one Megatron parameter is made from Hugging Face tensors and divided over tensor ranks.
+    """Says from which Hugging Face tensors one Megatron parameter is made, and how tensor-parallel
+    ranks divide it.
 
     Attributes:
-        parameters: Names of the parameter in local and in Transformer Engine layers, with `{layer}`
-            and `{expert}` in place of numbers.
-        tensors: Names of the Hugging Face tensors, likewise.
+        parameters: Megatron's name of the parameter in local layers and, if that differs, in
+            Transformer Engine layers, with `{layer}` and `{expert}` in place of numbers.
+        tensors: Names of the Hugging Face tensors, with `{layer}` and `{expert}` in place of
+            numbers.
         shapes: Shapes of the Hugging Face tensors.
-        layout: How tensor ranks divide the parameter.
+        layout: How tensor-parallel ranks divide the parameter.
         place: Where in the pipeline the parameter is.
-        groups: Number of key/value heads of a QKV layout.
+        groups: For a fused QKV parameter, the number of key/value heads; otherwise 0.
         expert: Whether each expert has such a parameter.
-        exported: Whether the parameter is exported; False for a copy (the tied head of the last
-            stage).
+        exported: Whether the parameter is written when weights are exported or saved. It is False
+            for an output head that shares its weights with the embedding.
     """
 
     parameters: tuple[str, ...]
@@ -76,20 +82,21 @@ class Rule:
         return self.place is LayerPosition.LAYER and len(self.shapes[0]) == 2
 
     def tensor_names(self, layer: int, expert: int) -> tuple[str, ...]:
-        """Return the Hugging Face names of the rule's tensors in `layer` and `expert`, both global
-        numbers."""
+        """Return the Hugging Face names of the rule's tensors for a layer and an expert, whose
+        numbers are those in the whole model."""
         return tuple(name.format(layer=layer, expert=expert) for name in self.tensors)
 
 
 def split(rule: Rule, names: Sequence[str], read: ReadSlice, size: int, rank: int) -> "Tensor":
-    """Return the shard of tensor rank `rank` of a parameter, read slice by slice.
+    """Return a tensor-parallel rank's shard of a parameter, made from slices of its Hugging Face
+    tensors.
 
     Args:
         rule: Rule of the parameter.
         names: Names of its Hugging Face tensors.
-        read: Reads a slice of a tensor.
-        size: Number of tensor ranks.
-        rank: Number of the tensor rank.
+        read: Function that reads a slice of a tensor.
+        size: Number of tensor-parallel ranks.
+        rank: Number of the tensor-parallel rank.
     """
     if rule.layout is ShardLayout.REPLICATED:
         return read(names[0], 0, 0, rule.shapes[0][0])
@@ -110,8 +117,8 @@ def split(rule: Rule, names: Sequence[str], read: ReadSlice, size: int, rank: in
 
 
 def _split_vocab(rule: Rule, name: str, read: ReadSlice, size: int, rank: int) -> "Tensor":
-    """Return the rows of the word embedding or output head that tensor rank `rank` has; zero rows
-    pad them so that every rank has equally many."""
+    """Return the rows of the word embedding or output head that tensor-parallel rank `rank` has. If
+    it has fewer rows than other ranks, zero rows are appended."""
     vocab = rule.shapes[0][0]
     rows = -(-vocab // size)
     start, stop = min(rank * rows, vocab), min((rank + 1) * rows, vocab)
@@ -123,8 +130,8 @@ def _split_vocab(rule: Rule, name: str, read: ReadSlice, size: int, rank: int) -
 
 
 def merge(rule: Rule, shards: Sequence["Tensor"]) -> "tuple[Tensor, ...]":
-    """Return the Hugging Face tensors of a parameter, made from the shards of all tensor ranks in
-    order."""
+    """Return the Hugging Face tensors of a parameter, made from the shards of all tensor-parallel
+    ranks in rank order."""
     if rule.layout is ShardLayout.REPLICATED:
         return (shards[0],)
     if rule.layout is ShardLayout.COLUMNS:

@@ -3,15 +3,19 @@
 Its character tokenizer is in Hugging Face format, for models that are trained from scratch.
 
 Invariants
-- The same `TinyModel` and seed give the same bytes of weights, whatever the thread count.
-- Heads, KV heads, hidden size, feed-forward size and vocabulary are even, so that TP=2 works.
+- The same `TinyModel` and seed give the same weights, byte for byte, with any number of threads.
+- The numbers of heads and KV heads, the hidden size, the feed-forward size and the vocabulary are
+  even, so that two tensor-parallel ranks can divide them.
 - The directory is complete before it appears: it is written under a temporary name and renamed, so
   that a killed build never leaves a partial model.
 - Each character is one token: printable ASCII, newline and tab; any other character is `<unk>`.
-- `decode(encode(text)) == text` for every text of those characters that spells no special token.
-- Ids never change: a checkpoint of one run loads with the tokenizer of another.
+- `decode(encode(text)) == text` for every text of those characters in which no special token (such
+  as `<unk>`) is spelled out.
+- The id of each token is the same in every run, so a checkpoint of one run can be used with the
+  tokenizer of another.
 - The vocabulary has exactly `VOCAB_SIZE` rows, a multiple of 128, so that it divides over
-  tensor-parallel ranks without padding by Megatron; rows without a character are never encoded.
+  tensor-parallel ranks without padding by Megatron; no text is encoded to the ids of rows without a
+  character.
 - `AutoTokenizer` and SGLang read the directory that `write_character_tokenizer` leaves, offline and
   without project-defined code.
 """
@@ -46,8 +50,8 @@ CHARACTERS: Final = (
 
 
 def character_vocabulary() -> dict[str, int]:
-    """Return the id of each token: three special tokens, the characters, then unused ones to
-    `VOCAB_SIZE`."""
+    """Return the id of each token: first three special tokens, then the characters, and then unused
+    tokens, `VOCAB_SIZE` in total."""
     tokens = [PAD_TOKEN, EOS_TOKEN, UNK_TOKEN, *CHARACTERS]
     tokens += [f"<unused{i}>" for i in range(VOCAB_SIZE - len(tokens))]
     return {token: index for index, token in enumerate(tokens)}

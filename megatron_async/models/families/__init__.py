@@ -25,8 +25,8 @@ class Family:
 
     Attributes:
         model_type: Value of `model_type` in config.json.
-        architecture: Reads the architecture from a config.json.
-        rules: Returns the table of names and shard rules of an architecture.
+        architecture: Function that reads the architecture from a config.json.
+        rules: Function that returns the table of names and shard rules of an architecture.
     """
 
     model_type: str
@@ -45,7 +45,8 @@ def families() -> dict[str, Family]:
 
 
 def family_of(name: str) -> Family:
-    """Return the model family that `name` names: a `model_type` of this package, or an import path.
+    """Return the model family that `name` names: either the `model_type` of a family of this
+    package, or the import path of a user-defined `Family`.
 
     Raises:
         UserError: If the import path does not lead to a `Family`.
@@ -92,11 +93,11 @@ def rules_of(architecture: Architecture) -> tuple[Rule, ...]:
 
 
 def stage_rules(a: Architecture, stage: int = 0, stages: int = 1) -> Iterator[tuple[Rule, int]]:
-    """Generate each parameter of a pipeline stage, as its shard rule and global layer, in model
-    order.
+    """Generate the shard rule and the layer number (in the whole model) of each parameter of a
+    pipeline stage, in the model's order.
 
-    By default the model is one stage. The tied head of the last stage is a copy of the embedding
-    and is left out.
+    By default the whole model is one stage. An output head that shares its weights with the
+    embedding is left out.
 
     Args:
         a: The architecture of the model.

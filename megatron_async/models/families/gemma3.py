@@ -1,7 +1,9 @@
-"""Describes Gemma 3, text only: local and global attention, norms after attention and feed-forward.
+"""Describes the text model of Gemma 3: local and global attention, and norms after attention and
+feed-forward.
 
 Every sixth layer is global; the others attend within a sliding window and have a separate rope.
-Norm weights are offsets from 1, embeddings are scaled by sqrt(hidden size), and the head is tied.
+Norm weights are offsets from 1, embeddings are scaled by sqrt(hidden size), and the output head
+shares its weights with the embedding.
 """
 
 from megatron_async.models.architecture import Architecture, ConfigReader, Rope
@@ -17,7 +19,8 @@ def _architecture(config: ConfigReader) -> Architecture:
     config.refuse("use_bidirectional_attention")
     config.refuse("hidden_activation", (None, "gelu_pytorch_tanh"))
     global_rope, local_rope = _ropes(config)
-    # YaRN would scale the attention scores of only some layers.
+    # YaRN scales attention scores. With one of two ropes it would scale those of only some layers,
+    # which is not implemented.
     if "yarn" in (global_rope.kind, local_rope.kind):
         raise config.error("rope_type", "yarn", "another type for gemma3_text")
     return config.dense(
@@ -37,7 +40,8 @@ def _architecture(config: ConfigReader) -> Architecture:
 
 
 def _ropes(config: ConfigReader) -> tuple[Rope, Rope]:
-    """Return the ropes of global and of local layers, as transformers 4 or 5 writes them.
+    """Return the rope of global layers and the rope of local layers, from a config.json in the form
+    of transformers 4 or 5.
 
     As in transformers, `rope_scaling` changes only the global rope.
     """

@@ -1,5 +1,5 @@
-"""Describes Llama 2 to 3.3: grouped key/value heads, llama3 rope scaling, tied head if small
-(3.2)."""
+"""Describes Llama 2 to 3.3: grouped key/value heads and llama3 rope scaling. In the small models of
+3.2, the output head shares its weights with the embedding."""
 
 from megatron_async.models.architecture import Architecture, ConfigReader
 from megatron_async.models.decoder import decoder_rules, mlp_rules

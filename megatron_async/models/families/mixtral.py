@@ -1,5 +1,5 @@
-"""Describes Mixtral: experts w1 (gate), w3 (up), w2 (down) in every layer, with weights summing to
-1."""
+"""Describes Mixtral: every layer has experts with the tensors w1 (gate), w3 (up) and w2 (down), and
+the weights of a token's experts sum to 1."""
 
 from megatron_async.models.architecture import Architecture, ConfigReader
 from megatron_async.models.decoder import decoder_rules, expert_rules

@@ -1,5 +1,5 @@
-"""Describes Qwen2 and Qwen2.5: a bias in QKV; small models have a tied head, from 7B it is
-untied."""
+"""Describes Qwen2 and Qwen2.5: query, key and value projections have a bias. In models below 7B,
+the output head shares its weights with the embedding."""
 
 from megatron_async.models.architecture import Architecture, ConfigReader
 from megatron_async.models.decoder import decoder_rules, mlp_rules

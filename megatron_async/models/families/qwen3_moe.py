@@ -12,7 +12,7 @@ def _architecture(config: ConfigReader) -> Architecture:
     config.refuse("hidden_act", (None, "silu"))
     config.refuse("decoder_sparse_step", (None, 1))
     config.refuse("mlp_only_layers", (None, []))
-    # transformers 5 writes num_local_experts, the published checkpoints num_experts.
+    # transformers 5 writes the key num_local_experts; the published checkpoints have num_experts.
     count_key = "num_experts" if "num_experts" in config.raw else "num_local_experts"
     normalize = config.flag("norm_topk_prob")
     experts = config.experts(count_key, "moe_intermediate_size", normalize_top_k=normalize)
