@@ -1,4 +1,5 @@
-"""Computes advantages, rollout correction and metrics, as pure functions of tensors.
+"""Computes advantages, rollout correction and metrics by pure functions of tensors, and calls the
+losses.
 
 Rollout correction accounts for the difference between the policy that generated a token and the
 policy that is trained.
@@ -10,11 +11,12 @@ policy that is trained.
 - correction: rollout correction by importance weights and rejection masks. Weights have no
   gradient. The metrics of this module begin with `rollout_corr/`.
 - loss_settings: converts a run's settings to the thresholds of a loss.
-- own_loss: loads a user's loss by import path (`algorithm.loss`, examples/own_loss) and tries it
-  before a run starts.
-- metrics: converts sums to the metrics that a run reports. A mean over nothing is left out.
+- own_loss: imports a loss that the user has written (`algorithm.loss`, examples/own_loss) and calls
+  it once on a small example before a run starts.
+- metrics: computes the metrics that a run reports from sums over tokens. A mean over no tokens is
+  left out.
 
-The losses themselves are in `megatron_async_kernels`: `surrogates` has one formula for each,
-`loss_torch.policy_loss` is the specification, and `is_loss` is the same in Triton. The names of the
-losses are in `config.algorithm`.
+The losses themselves are in `megatron_async_kernels`: `surrogates` has one formula for each.
+`loss_torch.policy_loss` is the specification, and `is_loss` computes the same loss on GPUs with
+Triton kernels. The names of the losses are in `config.algorithm`.
 """

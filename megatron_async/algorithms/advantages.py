@@ -1,11 +1,12 @@
 """Computes advantages from rewards, and shapes and filters rewards before that.
 
 Invariants
-- The functions get all trajectories of a batch or minibatch, in whole groups. An episode of several
-  sequences is one trajectory here; `_S` stands for trajectories in this module.
+- The functions get all trajectories of a batch or minibatch, which has only whole groups. An array
+  `x_S` has one entry for each trajectory in this module; an episode with several sequences is one
+  trajectory.
 - Arithmetic is in the dtype of the rewards. No result has a gradient.
-- A group of one trajectory is its own population: grpo, dr_grpo and rloo leave its reward as it is
-  (mean 0, std 1), as verl 0.9.1 does.
+- If a group has only one trajectory, grpo, dr_grpo and rloo use the mean 0 and the std 1, so its
+  advantage is its reward, as in verl 0.9.1.
 """
 
 import torch
@@ -19,8 +20,8 @@ def group_advantages(
     normalize_std: bool = True,
     epsilon: float = 1e-6,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (R - group mean) / (group std + epsilon), std with n - 1 (GRPO, arXiv 2402.03300,
-    4.1.2).
+    """Return (R - group mean) / (group std + epsilon) for each reward R. The std has n - 1 in its
+    denominator (GRPO, arXiv 2402.03300, section 4.1.2).
 
     Without `normalize_std` the advantage is R - group mean (Dr. GRPO, arXiv 2503.20783).
 
@@ -41,8 +42,8 @@ def group_advantages(
 
 
 def leave_one_out_advantages(rewards_S: torch.Tensor, group_index_S: torch.Tensor) -> torch.Tensor:
-    """Return R_i minus the mean reward of the other trajectories of its group (RLOO, arXiv
-    2402.14740)."""
+    """Return, for each trajectory, its reward minus the mean reward of the other trajectories of
+    its group (RLOO, arXiv 2402.14740)."""
     count_G, sum_G = _group_sums(rewards_S, group_index_S)
     others_S = (count_G[group_index_S] - 1.0).clamp(min=1.0)
     baseline_S = (sum_G[group_index_S] - rewards_S) / others_S
@@ -52,11 +53,12 @@ def leave_one_out_advantages(rewards_S: torch.Tensor, group_index_S: torch.Tenso
 def whitened_advantages(
     rewards_S: torch.Tensor, tokens_S: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (R - mean) / sqrt(var + 1e-8), both over all trained tokens of the batch, var with n -
-    1.
+    """Return (R - mean) / sqrt(var + 1e-8) for each reward R. The mean and the variance are over
+    all trained tokens of the batch, each with the reward of its trajectory; the variance has n - 1
+    in its denominator.
 
-    This is REINFORCE++ (arXiv 2501.03262) with discount 1: the return of each token is the reward
-    of its trajectory.
+    This is REINFORCE++ (arXiv 2501.03262) with discount 1, where the return of each token is the
+    reward of its trajectory.
 
     Args:
         rewards_S: The rewards.
@@ -77,7 +79,8 @@ def whitened_advantages(
 
 
 def batch_baseline_advantages(rewards_S: torch.Tensor) -> torch.Tensor:
-    """Return R minus the mean over the batch: the Monte-Carlo policy gradient (Williams 1992)."""
+    """Return each reward minus the mean reward of the batch, as in the Monte-Carlo policy gradient
+    (REINFORCE, Williams 1992)."""
     return rewards_S - rewards_S.mean() if rewards_S.numel() else rewards_S
 
 
@@ -90,20 +93,22 @@ def rapid_advantages(
     leave_one_out: bool = False,
     bound: float = 20.0,
 ) -> torch.Tensor:
-    """Return A_i = R_i - (1/N_k) sum_j min(w_j, eta) R_j over the N_k generations of prompt k
-    (RAPID).
+    """Return RAPID's advantage A_i = R_i - (1 / N_k) * sum_j min(w_j, eta) * R_j of each generation
+    i. The sum is over the N_k generations j of the same prompt k (its group).
 
-    w_j = exp(l_j) is the importance weight of the whole generation y_j, where
-    l_j = log pi_theta(y_j | x) - log mu(y_j | x), pi_theta is the current policy and mu is the
-    policy that generated y_j. So w_j changes with every update. The exponent l_j is clamped to
-    [-bound, bound]. The paper's Eq. 5 prints max(w_j, eta). Its text says that the clip bounds the
-    weight and that 5 % of the weights are clipped, which only min fits.
+    R_j is the reward of generation y_j to the prompt x, and w_j is its importance weight. With the
+    current policy pi_theta and the policy mu that generated y_j, w_j = exp(l_j) where l_j = log
+    pi_theta(y_j | x) - log mu(y_j | x). So w_j changes with every update. l_j is clamped to
+    [-bound, bound].
+
+    The paper's Eq. 5 has max(w_j, eta) instead of min. Its text says that the clip bounds the
+    weight and that 5 % of the weights are clipped, which is true only of min.
 
     Args:
         log_weights_S: l_j of each generation, not clamped yet.
         eta: Upper bound of the weights.
-        leave_one_out: Whether j = i is left out of the sum, which is then divided by N_k - 1. A
-            group of one has baseline 0.
+        leave_one_out: Whether the sum leaves out j = i and is divided by N_k - 1. The sum is then 0
+            in a group with one generation.
         bound: Largest absolute value of a clamped l_j.
     """
     count_G, _ = _group_sums(rewards_S, group_index_S)
@@ -122,8 +127,8 @@ def overlong_penalty(
     """Return DAPO's soft overlong punishment (arXiv 2503.14476, Eq. 13), which is added to the
     reward.
 
-    It is 0 up to max_length - buffer tokens, and decreases linearly to -penalty at max_length and
-    above.
+    It is 0 for lengths up to `max_length` - `buffer` tokens. From there it decreases linearly to
+    -`penalty` at `max_length`, and stays there above.
     """
     excess_S = length_S.double() - (max_length - buffer)
     return -penalty * (excess_S / buffer).clamp(0.0, 1.0)
@@ -133,7 +138,8 @@ def informative_groups(rewards_S: torch.Tensor, group_index_S: torch.Tensor) -> 
     """Return, for each group, whether its rewards are not all equal, bool [G] (DAPO's dynamic
     sampling).
 
-    See arXiv 2503.14476, Eq. 11; for binary rewards this is 0 < number correct < N.
+    See arXiv 2503.14476, Eq. 11. For rewards that are 0 or 1, a group of N trajectories is
+    informative if its number of correct responses is above 0 and below N.
     """
     groups = int(group_index_S.max()) + 1 if group_index_S.numel() else 0
     low_G = rewards_S.new_full((groups,), float("inf"))

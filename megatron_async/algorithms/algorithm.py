@@ -2,25 +2,28 @@
 
 A trainer uses it once per batch as follows:
 
-    algorithm = build_algorithm(config)
-    batch = DeviceBatch.of(token_batch, device)
-    if algorithm.needs_old_logprobs: fill batch.old_logprobs_T with a no-gradient pass
-    if algorithm.needs_ref_logprobs: fill batch.ref_logprobs_T likewise
-    batch, metrics = algorithm.prepare(batch)
-    for minibatch in batch.minibatches(updates_per_batch):          # x config.algorithm.epochs
-        logprobs_T = a no-gradient pass if algorithm.needs_minibatch_pass else None
-        minibatch, denominators = algorithm.prepare_minibatch(minibatch, logprobs_T)
-        for microbatch in minibatch:                                # whole sequences
-            output = algorithm.loss(algorithm.inputs(microbatch, logprobs_T, ...), denominators)
-            backward from output.dlogp_T; total = total.merge(output.metrics)
-        metrics |= finalize(total)
+algorithm = build_algorithm(config)
+batch = DeviceBatch.of(token_batch, device)
+if algorithm.needs_old_logprobs: fill batch.old_logprobs_T with a no-gradient pass
+if algorithm.needs_ref_logprobs: fill batch.ref_logprobs_T likewise
+batch, metrics = algorithm.prepare(batch)
+for minibatch in batch.minibatches(updates_per_batch):          # x config.algorithm.epochs
+logprobs_T = a no-gradient pass if algorithm.needs_minibatch_pass else None
+minibatch, denominators = algorithm.prepare_minibatch(minibatch, logprobs_T)
+for microbatch in minibatch:                                # whole sequences
+output = algorithm.loss(algorithm.inputs(microbatch, logprobs_T, ...), denominators)
+backward from output.dlogp_T; total = total.merge(output.metrics)
+metrics |= finalize(total)
 
 Invariants
 - Batches are never modified; each step returns a new one.
-- A batch has all its sequences on every rank, so every number is global and needs no collective.
-  The loss is the same for every split of the sequences into microbatches.
-- Minibatches consist of whole groups, because RAPID's baseline and denominators need them.
-- An episode counts once in every baseline and std, however many branches and turns it has ([E]).
+- Every rank has all sequences of a batch, so statistics over the batch need no communication. The
+  total loss is the same for every division of the sequences into microbatches.
+- Minibatches consist of whole groups, because RAPID's baseline is computed over the group within a
+  minibatch.
+- An episode counts once in every baseline and standard deviation, however many branches and turns
+  it has. An array `x_E` has one entry for each episode (or trajectory without turns), and `x_S` one
+  for each sequence.
 - Statistics are computed in float64, losses in the type of the log-probs.
 """
 
@@ -53,17 +56,18 @@ def build_algorithm(config: RunConfig) -> "Algorithm":
 
 
 def build_sft_algorithm() -> "Algorithm":
-    """Create the algorithm of supervised fine-tuning: masked cross-entropy, averaged over trained
+    """Create the algorithm of supervised fine-tuning: cross-entropy, averaged over the trained
     tokens.
 
-    It does not depend on the run's own recipe.
+    It does not depend on the run's `algorithm` settings.
     """
     settings = recipe_defaults("sft")["algorithm"]
     return Algorithm(AlgorithmConfig.model_validate(settings), max_response_length=1)
 
 
 class Algorithm:
-    """Computes advantages, corrections and losses by `algorithm` settings; all methods are pure."""
+    """Computes advantages, rollout corrections and losses according to a run's `algorithm`
+    settings. All methods are pure."""
 
     def __init__(self, config: AlgorithmConfig, *, max_response_length: int) -> None:
         self.config = config
@@ -73,17 +77,19 @@ class Algorithm:
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether pi_old is recomputed at the start of the update (decoupled mode)."""
+        """Whether the trainer must compute the log-probs of pi_old, the policy before the update,
+        at the start of the update (decoupled mode)."""
         return self.loss_config.ratio_to == "old"
 
     @property
     def needs_ref_logprobs(self) -> bool:
-        """Whether a frozen reference policy is evaluated."""
+        """Whether the trainer must compute log-probs of the frozen reference policy."""
         return self.config.kl.loss_coef > 0 or self.config.kl.reward_coef > 0
 
     @property
     def needs_minibatch_pass(self) -> bool:
-        """Whether each update starts with a no-gradient pass over its whole minibatch."""
+        """Whether each optimizer step must start with a pass without gradient over its whole
+        minibatch."""
         return self.config.advantage.estimator == "rapid" or self._normalizes_in_loss
 
     @property
@@ -115,7 +121,8 @@ class Algorithm:
         first_E, index_S = batch.episodes
         groups_E = batch.group_index_S[first_E]
         metrics = lag_shares(batch.lag_T, batch.loss_mask_T)
-        # Computed before rejection, because the KL to the reference counts all tokens.
+        # Compute the rewards before rejection changes the loss mask, because the KL to the
+        # reference counts all tokens.
         rewards_E = self._rewards(batch)
         batch = replace(batch, shaped_rewards_S=rewards_E[index_S])
         if self.needs_old_logprobs:
@@ -131,15 +138,16 @@ class Algorithm:
     def prepare_minibatch(
         self, batch: DeviceBatch, logprobs_T: Tensor | None = None
     ) -> tuple[DeviceBatch, Denominators]:
-        """Compute what all microbatches of one optimizer step share, some of it from the current
-        policy.
+        """Compute the values that all microbatches of one optimizer step share: the denominators of
+        the loss, and for RAPID the advantages.
 
         Args:
             batch: The minibatch.
-            logprobs_T: Log-probs of the no-gradient pass; required if `needs_minibatch_pass`.
+            logprobs_T: Log-probs of the current policy from the pass without gradient; required if
+                `needs_minibatch_pass`.
 
         Returns:
-            The minibatch, with RAPID's advantages if it is RAPID, and the denominators of the loss.
+            The minibatch, for RAPID with its advantages, and the denominators of the loss.
         """
         tokens, sequences = (batch.loss_mask_T != 0).sum(), (batch.trained_S > 0).sum()
         denominators = Denominators(float(tokens), float(sequences))
@@ -174,7 +182,7 @@ class Algorithm:
     ) -> LossInputs:
         """Return the inputs of the loss for a prepared (micro)batch and its current log-probs.
 
-        For SFT the rollout policy is the current one.
+        For SFT there is no rollout policy, so the current log-probs are used as its log-probs.
         """
 
         def read(values_T: Tensor) -> Tensor:
@@ -206,16 +214,17 @@ class Algorithm:
         backend: Backend = "auto",
         check: bool = True,
     ) -> LossOutput:
-        """Return the loss of a microbatch: the sum over its tokens of a (l + kl_coef q -
-        entropy_coef H).
+        """Return the loss of a microbatch: the sum over its tokens of a * (l + kl_coef * q -
+        entropy_coef * H).
 
-        `LossConfig` defines a, l and q.
+        Here a is a token's weight from the aggregation, l its policy loss, q its KL estimate and H
+        its entropy; see `LossConfig`.
 
         Args:
             inputs: The microbatch, as `inputs` returns it.
             denominators: The denominators that `prepare_minibatch` returns.
-            backend: As in `is_loss`.
-            check: As in `is_loss`.
+            backend: Implementation of the loss, as in `is_loss`.
+            check: Whether the inputs are checked for non-finite values, as in `is_loss`.
         """
         asked = (inputs, self.loss_config, denominators)
         if self._own_loss is not None:
@@ -223,8 +232,8 @@ class Algorithm:
         return is_loss(*asked, backend=backend, check=check)
 
     def correction_metrics(self, batch: DeviceBatch, logprobs_T: Tensor) -> dict[str, float]:
-        """Return the `rollout_corr/` metrics of a minibatch in bypass mode, from the log-probs of
-        its loss.
+        """Return the `rollout_corr/` metrics of a minibatch in bypass mode. `logprobs_T` are the
+        current policy's log-probs with which its loss was computed.
 
         In decoupled mode `prepare` returns them. The result is empty for SFT and for a minibatch
         without trained tokens.
@@ -243,10 +252,11 @@ class Algorithm:
         return correct(reported, batch, logprobs_T)[2]
 
     def log_weights(self, batch: DeviceBatch, logprobs_T: Tensor) -> Tensor:
-        """Return log w for every trained token of a minibatch, from the log-probs of its loss.
+        """Return log w for every trained token of a minibatch. `logprobs_T` are the current
+        policy's log-probs with which its loss was computed.
 
-        w is the raw weight relative to the policy that generated the token. The result is empty for
-        SFT.
+        w is the token's probability under the current policy, divided by its probability under the
+        policy that generated it. The result is empty for SFT.
         """
         counted_T = (batch.loss_mask_T != 0) & (not self._is_sft)
         return (logprobs_T - batch.rollout_logprobs_T)[counted_T]
@@ -270,8 +280,8 @@ class Algorithm:
         return replace(batch, loss_mask_T=kept_T, is_weights_T=weights_T), metrics
 
     def _rewards(self, batch: DeviceBatch) -> Tensor:
-        """Return the rewards after length shaping and minus the KL to the reference, float64
-        [E]."""
+        """Return the reward of each episode plus the penalty for its length and minus the KL to the
+        reference policy, float64 [E]."""
         first_E, cu_S1 = batch.episodes[0], batch.cu_seqlens_S1
         rewards_E = batch.rewards_S.double()[first_E]
         check_finite({"rewards": rewards_E}, torch.ones_like(rewards_E))
@@ -315,8 +325,8 @@ class Algorithm:
         return ones_E, torch.zeros_like(rewards_E)
 
     def _anchor(self, batch: DeviceBatch) -> Tensor:
-        """Return the log-probs in the denominator of the ratio, float64 [T]: pi_old's or the
-        rollout policy's."""
+        """Return the log-probs of the policy in the denominator of the probability ratio, float64
+        [T]: those of pi_old in decoupled mode, otherwise those of the rollout policy."""
         if not self.needs_old_logprobs:
             return batch.rollout_logprobs_T.double()
         assert batch.old_logprobs_T is not None
@@ -324,8 +334,8 @@ class Algorithm:
 
 
 def _with_advantages(batch: DeviceBatch, advantages_S: Tensor, scale_S: Tensor) -> DeviceBatch:
-    """Set the advantage of each token: its sequence's, plus `scale_S` times the additional return
-    of its turn.
+    """Set the advantage of each token: the advantage of its sequence plus `scale_S` times the
+    additional return of its turn.
 
     The additional return is the return of the token's turn minus the reward of its sequence; it is
     0 without turns.

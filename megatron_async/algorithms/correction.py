@@ -1,21 +1,25 @@
-"""Computes rollout correction: importance weights and rejection masks between two policies.
+"""Computes rollout correction: importance weights and rejection masks that account for the
+difference between two policies, pi_rollout, which generated the tokens, and pi_old, with which
+training continues.
 
-The definitions are those of verl 0.9.1 (`verl.trainer.ppo.rollout_corr_helper`; the guide
-docs/algo/rollout_corr.md), re-implemented on packed streams. Where code and guide of verl differ,
-this module follows the code; docs/algorithms.md lists each such place.
+The definitions are those of verl 0.9.1 (`verl.trainer.ppo.rollout_corr_helper`, and its guide
+docs/algo/rollout_corr.md), for packed arrays of tokens. If code and guide of verl differ, this
+module follows the code; docs/algorithms.md lists each such difference.
 
-Metrics begin with `rollout_corr/`; docstrings name the function of verl that computes them. "Rows"
-are sequences. "All rows" includes rows without trained tokens, which enter means with the value
-that an empty mean has there.
+Names of metrics begin with `rollout_corr/`, and the docstrings name the function of verl that
+computes them. A row is a sequence. "All rows" includes rows without trained tokens; their mean over
+tokens is an empty mean, and each formula says its value.
+
+Symbols in this module: m is the mask of trained tokens (0 or 1), l = log pi_old - log pi_rollout of
+a token, and c(x) = clamp(x, -20, 20). n is the number of trained tokens, n_i their number in row i,
+and B the number of rows.
 
 Invariants
-- A padded [B, L] input and the packed [T] input of the same rows give the same numbers.
-- Weights never depend on rejection, and rejection changes nothing but the mask.
-- Weights carry no gradient.
-- Arithmetic is float64; weights are returned in float32, or in wider inputs' type.
-- n = sum m (tokens), B = rows, n_i = tokens of row i.
-
-l = log pi_old - log pi_rollout, m the mask, c(x) = clamp(x, -20, 20).
+- A padded input [B, L] and the packed input [T] of the same rows give the same numbers.
+- Weights do not depend on rejection, and rejection changes only the mask.
+- Weights have no gradient.
+- Computations are in float64. Weights are returned in float32, or in the inputs' type if that is
+  wider.
 """
 
 import math
@@ -44,7 +48,8 @@ _SMALLEST_MEAN = 1e-8
 
 @dataclass(frozen=True, eq=False)
 class MaskedRows:
-    """Packed log-probs of two policies, float64 and 0 at untrained tokens, with the 0/1 mask."""
+    """Packed log-probs of two policies in float64, which are 0 at untrained tokens, and the mask of
+    trained tokens (0 or 1). A row is a sequence."""
 
     old_T: torch.Tensor
     rollout_T: torch.Tensor
@@ -64,8 +69,8 @@ class MaskedRows:
         return self.mask_T != 0
 
     def row_mean(self, values_T: torch.Tensor) -> torch.Tensor:
-        """Return the mean of `values_T` over each row's trained tokens, [S]; 0 for a row without
-        any."""
+        """Return the mean of `values_T` over the trained tokens of each row (sequence), [S]; 0 for
+        a row without trained tokens."""
         return segment_sum(values_T * self.mask_T, self.cu_seqlens_S1) / self.length_S.clamp(min=1)
 
     def trained(self, values_T: torch.Tensor) -> torch.Tensor:
@@ -81,29 +86,39 @@ def weight_metrics(
     lower: float | None,
     upper: float,
 ) -> dict[str, float]:
-    """Return the metrics of importance weights before normalization (`compute_is_metrics`).
+    """Return the metrics of importance weights before they are normalized (verl's
+    `compute_is_metrics`).
 
-    w the weight in use (truncated or IcePop), r the raw one, C the upper and lo the lower
-    threshold, lo = 1/C when only C is given.
+    Symbols: m is the mask of trained tokens (0 or 1), l = log pi_old - log pi_rollout of a token, n
+    the number of trained tokens, and B the number of rows (sequences). r is a weight before
+    truncation and w after it. C is `upper`, and lo is `lower`, or 1 / C if there is no lower bound.
+    b = clamp(w, 0, C). All rows count, also those without trained tokens.
 
-    rollout_is_mean                 sum m w / n
-    rollout_is_std                  sqrt of the population variance of clamp(w, 0, C) over tokens;
-                                    0 when n <= 1
-    rollout_is_eff_sample_size      1 / mean_tokens((clamp(w, 0, C) / (mean + 1e-8))^2); 0 when
-                                    every weight is 0
-    token level:
-      rollout_is_max, _min          of w over trained tokens, so after truncation
-      rollout_is_ratio_fraction_*   high: share of tokens with r > C; low: with r < lo
-    sequence level, L_i = sum_t l m of all rows (0 for an empty one):
-      rollout_is_max                exp(min(max_i L_i, 20))
-      rollout_is_min                exp(min_i L_i), not clamped
-      rollout_is_ratio_fraction_*   high: share of all rows with L_i > log C; low: L_i < log lo
-    with w_i, r_i the rows' token means of w and r (0 for an empty row), over all rows:
-    rollout_is_seq_mean, _max, _min of w_i
-    rollout_is_seq_std              of w_i with B - 1; 0 when B = 1
-    rollout_is_seq_max_deviation    max |w_i - 1|
-    rollout_is_seq_fraction_high    share of rows with r_i > C;  _low: with r_i < lo
-    rollout_is_oob_ratio            IcePop only: share of tokens with r outside [lo, C]
+    rollout_is_mean                sum of m * w over tokens, divided by n
+    rollout_is_std                 population standard deviation of b over tokens; 0 if n <= 1
+    rollout_is_eff_sample_size     1 / mean over tokens of (b / (mean of b + 1e-8)) ** 2;
+    0 if every weight is 0
+
+    With level `token`:
+
+    rollout_is_max, _min           of w over trained tokens
+    rollout_is_ratio_fraction_*    high: share of tokens with r > C; low: with r < lo
+
+    With level `sequence`, where L_i is the sum of m * l over row i (0 without trained tokens):
+
+    rollout_is_max                 exp(min(largest L_i, 20))
+    rollout_is_min                 exp(smallest L_i), not clamped
+    rollout_is_ratio_fraction_*    high: share of rows with L_i > log C; low: with L_i < log lo
+
+    With both levels, where w_i and r_i are the means of w and r over the trained tokens of row i (0
+    without trained tokens):
+
+    rollout_is_seq_mean, _max, _min    of w_i
+    rollout_is_seq_std             standard deviation of w_i with B - 1; 0 if B = 1
+    rollout_is_seq_max_deviation   largest |w_i - 1|
+    rollout_is_seq_fraction_*      high: share of rows with r_i > C; low: with r_i < lo
+    rollout_is_oob_ratio           share of tokens with r outside [lo, C]; only if `lower` is
+    given, so that weights outside become 0 (IcePop)
     """
     floor = 1.0 / upper if lower is None else lower
     used, raw = rows.trained(weights_T), rows.trained(raw_T)
@@ -144,25 +159,28 @@ def rejection_metrics(
     statistic_S: torch.Tensor | None,
     keep_T: torch.Tensor,
 ) -> dict[str, float]:
-    """Return the metrics of a rejection option (`compute_rs_metrics`): rollout_rs_{option}_*.
+    """Return the metrics of one rejection option, named `rollout_rs_{option}_*` (verl's
+    `compute_rs_metrics`).
 
-    s the statistic at every token (a sequence statistic stands at each of its tokens), hi the
-    upper bound and lo the lower one (logarithms for k1; only k1 has a lower bound), s_i the
-    sequence statistic, or at token level the mean of s over row i. Only rows with a trained token
-    count in everything that is per row.
+    Symbols: m is the mask of trained tokens (0 or 1), n is their number, and a row is a sequence. s
+    is the statistic of a token; with a sequence level, each token has the statistic of its
+    sequence. hi and lo are the bounds `option.upper` and `option.lower`, for k1 logarithms of
+    ratios; only k1 has a lower bound. s_i is the statistic of row i, or with level `token` the mean
+    of s over row i. In every metric per row, only rows with trained tokens count.
 
-    mean               sum m s / n
-    max, min           token level: of s over trained tokens; sequence level: of s_i
-    fraction_high      share with s > hi (token level: of tokens, else of rows);
-    fraction_low       share with s < lo, 0 for k2 and k3
-    std                sqrt of the population variance over tokens of clamp(s, lo, hi), lo = 0 for
-                       k2 and k3; 0 when n <= 1
-    seq_mean, seq_max, seq_min   of s_i
-    seq_std            of s_i with one degree of freedom less; 0 for one row
-    seq_max_deviation  max |s_i|
-    seq_fraction_high  share of rows with s_i > hi; seq_fraction_low (k1 only): with s_i < lo
-    masked_fraction    share of tokens that the option rejects
-    seq_masked_fraction  share of rows in which it rejects at least one token
+    mean                 sum of m * s over tokens, divided by n
+    max, min             with level `token` of s over trained tokens, otherwise of s_i
+    fraction_high        share with a value > hi: of tokens with level `token`, otherwise of rows
+    fraction_low         the same with a value < lo; 0 for k2 and k3
+    std                  population standard deviation over tokens of clamp(s, lo, hi), where
+    lo = 0 for k2 and k3; 0 if n <= 1
+    seq_mean, seq_max, seq_min    of s_i
+    seq_std              standard deviation of s_i with (number of rows) - 1; 0 for one row
+    seq_max_deviation    largest |s_i|
+    seq_fraction_high    share of rows with s_i > hi
+    seq_fraction_low     share of rows with s_i < lo; only for k1
+    masked_fraction      share of tokens that the option rejects
+    seq_masked_fraction  share of rows in which the option rejects at least one token
     """
     prefix, two_sided = f"rollout_rs_{option.option}", option.divergence == "k1"
     low = option.lower if two_sided else 0.0
@@ -195,22 +213,28 @@ def rejection_metrics(
 
 
 def off_policy_metrics(rows: MaskedRows) -> dict[str, float]:
-    """Return metrics of the gap between the two policies (`compute_offpolicy_metrics`).
+    """Return metrics of the difference between the two policies, which do not depend on the
+    correction (verl's `compute_offpolicy_metrics`).
 
-    They do not depend on the correction.
+    Symbols: m is the mask of trained tokens (0 or 1), l = log pi_old - log pi_rollout of a token,
+    c(x) = clamp(x, -20, 20), and a row is a sequence. a_i and b_i are the means of log pi_old and
+    log pi_rollout over the trained tokens of row i (0 without trained tokens). A mean over i is
+    over all rows, and a mean over tokens is over trained tokens.
 
-    a_i, b_i the rows' mean log-probs under pi_old and pi_rollout (0 for an empty row); per-row
-    numbers are over all rows.
-
-    training_ppl, rollout_ppl            mean_i exp(-a_i), mean_i exp(-b_i)
-    training_log_ppl, rollout_log_ppl    mean_i -a_i, mean_i -b_i
-    log_ppl_diff                         mean_i (b_i - a_i), positive where pi_old is less sure;
-    log_ppl_abs_diff, _max, _min         mean |.|, max and min of the same
-    ppl_ratio                            mean_i exp(b_i - a_i)
-    kl                                   mean over tokens of -l: KL(pi_rollout || pi_old) by k1
+    training_ppl, rollout_ppl            mean over i of exp(-a_i), and of exp(-b_i)
+    training_log_ppl, rollout_log_ppl    mean over i of -a_i, and of -b_i
+    log_ppl_diff                         mean over i of b_i - a_i; positive if pi_old gives the
+    tokens less probability
+    log_ppl_abs_diff                     mean over i of |b_i - a_i|
+    log_ppl_diff_max, _min               largest and smallest b_i - a_i
+    ppl_ratio                            mean over i of exp(b_i - a_i)
+    kl                                   mean over tokens of -l: the estimate k1 of
+    KL(pi_rollout
+    pi_old)
     k3_kl                                mean over tokens of exp(l) - l - 1, not clamped
-    chi2_token                           mean over tokens of exp(2 c(l)), minus 1
-    chi2_seq                             mean over all rows of exp(2 c(sum_t l m)), minus 1
+    chi2_token                           mean over tokens of exp(2 * c(l)), minus 1
+    chi2_seq                             mean over i of exp(2 * c(sum of m * l over row i)),
+    minus 1
     """
     old_S, rollout_S = rows.row_mean(rows.old_T), rows.row_mean(rows.rollout_T)
     diff_S = rollout_S - old_S
@@ -245,14 +269,20 @@ def compute_rollout_correction(
     rollout_rs: str | None = None,
     rollout_rs_threshold: float | str | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor, dict[str, float]]:
-    """Compute importance weights (None without `rollout_is`), the mask after rejection, and
+    """Compute importance weights (None without `rollout_is`), the mask without rejected tokens, and
     metrics.
 
-    Inputs are padded [B, L], or packed [T] with `cu_seqlens` [S + 1]; outputs have their shape.
-    Weights: token exp(c(l)) m; sequence exp(c(sum_t l m)) m. A number truncates above, `lo_hi`
-    zeroes outside (both bounds inclusive). `rollout_is_batch_normalize` then divides by the mean
-    over tokens, or over non-empty sequences (unless it is <= 1e-8). Rejection: see
-    `RejectionRule`; all options must pass.
+    Inputs are padded [B, L], or packed [T] with `cu_seqlens` [S + 1]; the outputs have the same
+    shape.
+
+    Symbols: m is `response_mask`, l = `old_logprobs` - `rollout_logprobs`, and c(x) = clamp(x, -20,
+    20). With `rollout_is: token`, the weight of a token is exp(c(l)) * m. With `sequence`, each
+    token of a sequence has the weight exp(c(sum of m * l over the sequence)) * m. If the threshold
+    is a number, larger weights are reduced to it. If it is a text `lo_hi`, weights outside [lo, hi]
+    become 0. With `rollout_is_batch_normalize`, weights are then divided by their mean over tokens,
+    or with `sequence` over sequences with trained tokens, unless the mean is at most 1e-8.
+    `rollout_rs` names rejection options (`RejectionRule`); a token is kept if every option keeps
+    it.
 
     Raises:
         NonFiniteError: If a tensor has non-finite values; the message names it.
@@ -311,8 +341,8 @@ def correct(
 
 
 def rejection_rules(config: RolloutCorrectionConfig) -> tuple[RejectionRule, ...]:
-    """Return the rejection rules of a correction config for the loss; empty without
-    `rollout_rs`."""
+    """Return the rules by which the loss rejects tokens, from the settings of the correction; empty
+    if `rollout_rs` is not set."""
     if config.rollout_rs is None or config.rollout_rs_threshold is None:
         return ()
     return tuple(
@@ -358,7 +388,9 @@ def _weights(
 def weight_mean(
     weights_T: torch.Tensor, mask_T: torch.Tensor, cu_seqlens_S1: torch.Tensor, level: str
 ) -> float:
-    """Return the mean weight over tokens, or over non-empty sequences; 1 if the mean is <= 1e-8."""
+    """Return the mean weight. With level `token` it is over trained tokens; otherwise it is the
+    mean, over sequences with trained tokens, of each sequence's mean weight. If the mean is at most
+    1e-8, return 1, because weights are divided by it."""
     if level == "token":
         found = total(weights_T * mask_T) / max(total(mask_T), 1.0)
     else:

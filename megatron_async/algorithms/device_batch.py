@@ -1,12 +1,14 @@
 """Provides `DeviceBatch`, a batch as tensors on the device that computes with it.
 
 Invariants
-- The arrays of a `TokenBatch` are copied to the device once, in `DeviceBatch.of`. From there to
-  loss and metrics, everything is torch on that device, and subsets of a batch are selected there.
-- In the trainer and in losses only `to_device` and `to_host` convert between arrays and tensors.
-- An array is copied to a GPU through pinned memory, from torch's cache, so that memory is pinned
-  once. A copy from other host memory would make the host wait until the GPU has finished all its
-  work.
+- The arrays of a `TokenBatch` are copied to the device once, in `DeviceBatch.of`. All further
+  computations, to the loss and the metrics, use torch tensors on that device, and subsets of a
+  batch are selected there.
+- In the trainer and the losses, only `to_device` and `to_host` convert between NumPy arrays and
+  tensors.
+- An array is copied to a GPU through pinned memory. A copy from other host memory would make the
+  host wait until the GPU has finished all its work. Pinned memory comes from torch's cache, so the
+  slow pinning is done only once.
 - Fields in `_T` have one entry for each token and fields in `_S` one for each sequence, with the
   types that they have in `TokenBatch`.
 """
@@ -33,7 +35,7 @@ def to_device(array: npt.NDArray[Any], device: torch.device | str) -> Tensor:
 
 
 def to_host(values: Tensor) -> npt.NDArray[Any]:
-    """Copy a tensor to the host as an array; waits for the device."""
+    """Copy a tensor to the host as an array; wait until the device has computed it."""
     array: npt.NDArray[Any] = values.cpu().numpy()
     return array
 
@@ -42,10 +44,12 @@ def to_host(values: Tensor) -> npt.NDArray[Any]:
 class DeviceBatch:
     """A batch of S sequences and T tokens on the device.
 
-    Fields that `TokenBatch` does not have are None until they are computed. The trainer fills in
-    `old_logprobs_T` and `ref_logprobs_T`. The algorithm fills in `shaped_rewards_S` (rewards after
-    length shaping and the KL to the reference), `advantages_T` and `is_weights_T` (decoupled
-    correction). `columns` has further values of each token, [T, ...], for a user's own loss.
+    Fields that are also in `TokenBatch` have the same meaning. The others are None until they are
+    computed. The trainer fills in `old_logprobs_T` (log-probs of the policy before the update) and
+    `ref_logprobs_T` (of the reference policy). The algorithm fills in `shaped_rewards_S` (rewards
+    with the length penalty and the KL to the reference), `advantages_T`, and in decoupled mode
+    `is_weights_T` (importance weights). `columns` has further values of each token, [T, ...], for a
+    user's own loss.
     """
 
     token_ids_T: Tensor
@@ -91,8 +95,8 @@ class DeviceBatch:
 
     @property
     def episodes(self) -> tuple[Tensor, Tensor]:
-        """Index of the first sequence of each trajectory [E], and index of each sequence's
-        trajectory [S].
+        """Index of the first sequence of each trajectory, [E], and index of the trajectory of each
+        sequence, [S].
 
         The branches of an episode are adjacent sequences of one trajectory. If no trajectory has
         several branches, both results are 0, 1, 2, ...
@@ -117,8 +121,8 @@ class DeviceBatch:
         return lengths_S, trained_S
 
     def tokens_of(self, sequences: Tensor) -> Tensor:
-        """Return the indices in the packed stream of the tokens of `sequences`, in the order of
-        `sequences`."""
+        """Return the indices of all tokens of `sequences` in the packed arrays ([T]), sequence by
+        sequence in the order of `sequences`."""
         lengths_S = self.cu_seqlens_S1.diff()[sequences]
         shift_S = self.cu_seqlens_S1[sequences] - (lengths_S.cumsum(0) - lengths_S)
         shift_T = shift_S.repeat_interleave(lengths_S)
@@ -130,13 +134,13 @@ class DeviceBatch:
         return self._taken(self.tokens_of(sequences), sequences, lengths_S)
 
     def trained(self) -> "DeviceBatch":
-        """Return a batch that consists of the trained tokens; `cu_seqlens_S1` has their sequences'
-        borders."""
+        """Return a batch that consists of only the trained tokens of each sequence; its
+        `cu_seqlens_S1` are the borders of the shortened sequences."""
         return self._taken(self.loss_mask_T.nonzero()[:, 0], slice(None), self.trained_S)
 
     def minibatches(self, count: int) -> "list[DeviceBatch]":
         """Split the batch into `count` minibatches of whole groups, whose numbers of groups differ
-        by one at most."""
+        by at most one. If there are fewer groups, there are fewer minibatches."""
         group_S = self.group_index_S
         groups = int(group_S.max()) + 1 if len(group_S) else 0
         bounds = np.linspace(0, groups, count + 1).round().astype(int).tolist()

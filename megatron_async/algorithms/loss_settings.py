@@ -1,6 +1,6 @@
-"""Converts the settings of a run to the thresholds that a loss reads.
+"""Converts the `algorithm` settings of a run to the `LossConfig` that losses and kernels read.
 
-Invariant: this is the only place that defines a named loss. Losses and kernels see only
+Invariant: the meaning of each loss name is defined only here. Losses and kernels see only
 `LossConfig`.
 """
 
@@ -15,9 +15,10 @@ from megatron_async.runtime.import_path import is_import_path
 def loss_config(config: AlgorithmConfig) -> LossConfig:
     """Return the `LossConfig` of a run's `algorithm` settings.
 
-    `rapid` is `reinforce` with weights of whole generations, bounded by eta or unbounded. `aipo` in
-    its coefficient form is `reinforce` with token weights bounded by delta. In bypass mode
-    `correction.rollout_is` is the weight of `reinforce`, and the loss itself rejects tokens.
+    The loss `rapid` is `reinforce` with one importance weight for each whole response, bounded by
+    `rapid.eta` or unbounded. `aipo` in its coefficient form is `reinforce` with token weights
+    bounded by `loss.aipo_delta`. In bypass mode, `reinforce` uses the weights that
+    `correction.rollout_is` sets, and the loss itself rejects tokens.
     """
     loss, correction = config.loss, config.correction
     surrogate, level = "own" if is_import_path(loss.name) else str(loss.name), "none"

@@ -1,12 +1,13 @@
-"""Converts additive sums to the metrics that a run reports.
+"""Computes the metrics that a run reports from sums over tokens and sequences.
 
 Invariants
 - Every metric is a function of sums and maxima over the whole minibatch, so it does not depend on
   microbatches or ranks.
-- A mean over nothing is left out; it is not reported as 0.
+- A mean over no tokens or sequences is left out; it is not reported as 0.
 
-"Raw" weights are exp(c(log pi_theta - log pi_rollout)) before any truncation. As in
-`megatron_async_kernels.loss_types`, c(x) = clamp(x, -SAFETY_BOUND, SAFETY_BOUND).
+A raw weight is exp(c(log pi_theta - log pi_rollout)), before any truncation, where pi_theta is the
+trained policy, pi_rollout generated the token, and c(x) = clamp(x, -SAFETY_BOUND, SAFETY_BOUND), as
+in `megatron_async_kernels.loss_types`.
 """
 
 import math
@@ -20,7 +21,8 @@ from megatron_async.algorithms.advantages import informative_groups
 
 
 def effective_sample_size(weight_sum: float, weight_square_sum: float, count: float) -> float:
-    """Return (sum w)^2 / (n sum w^2), a share of the number n of weights w (Kish 1965).
+    """Return `weight_sum` ** 2 / (`count` * `weight_square_sum`): the effective sample size of
+    `count` weights, as a share of `count` (Kish 1965).
 
     It is 0 if all weights are 0.
     """
@@ -30,27 +32,40 @@ def effective_sample_size(weight_sum: float, weight_square_sum: float, count: fl
 
 
 def finalize(metrics: LossMetrics) -> dict[str, float]:
-    """Return the metrics of one minibatch, from `metrics` merged over microbatches and ranks.
+    """Return the metrics of one minibatch; `metrics` are its sums, merged over microbatches and
+    ranks.
 
-    loss/{policy, kl, entropy}           sums of the loss's parts
-    actor/clip_high, clip_low, clip_dual share of kept tokens where that bound is active
-    actor/clip_fraction                  clip_high + clip_low
-    actor/ratio, ppo_kl                  mean over kept tokens of r, and of -c(log r), to pi_old
-    actor/coefficient, coefficient_ess   mean and ESS of the weights in use over kept tokens
-    actor/kept_fraction                  kept tokens / trained tokens (rejection in the loss)
-    actor/entropy                        mean over trained tokens
-    actor/advantage_mean, advantage_std  over trained tokens (population)
-    ref/kl, ref/k3                       mean of log pi - log pi_ref, and of its k3 estimate
-    off_policy/ess                       raw per token: effective_sample_size over trained tokens
-    off_policy/ess_sequence              the same over whole-generation weights
-    off_policy/kl, k3                    mean of -L, of exp(c(L)) - 1 - c(L): KL(rollout || theta)
-    off_policy/weight, weight_sequence   mean raw weight per token and per sequence
-    off_policy/chi2_token, chi2_sequence mean squared raw weight minus 1
-    off_policy/log_ratio_{max, min}, log_weight_sequence_{max, min}   extremes of L and sum L
-    off_policy/staleness                 RAPID: mean of log min(w, eta) over generations
-    off_policy/clipped_generations       RAPID: share of generations with w > eta
-    off_policy/lag_{k}/{share, weight, ess, log_ratio}   of the tokens with lag k (the last k:
-                                         or more): share of tokens, mean raw weight, ESS, mean L
+    Symbols: L = log pi_theta - log pi_rollout of a token, with the trained policy pi_theta and the
+    policy pi_rollout that generated the token. w = exp(clamp(L, -SAFETY_BOUND, SAFETY_BOUND)) is
+    the raw weight, and c(x) below is the same clamp. For a sequence, L is summed over its trained
+    tokens. r is the probability ratio in the loss, relative to pi_old or pi_rollout. Kept tokens
+    are trained tokens that the loss does not reject. ESS is `effective_sample_size`.
+
+    loss/policy, kl, entropy              components of the loss
+    actor/tokens, sequences               numbers of trained tokens and sequences
+    actor/clip_high, clip_low, clip_dual  share of kept tokens where that bound is active
+    actor/clip_fraction                   clip_high + clip_low
+    actor/ratio, ppo_kl                   mean over kept tokens of r, and of -c(log r)
+    actor/coefficient, coefficient_ess    mean and ESS, over kept tokens, of the weights that
+    the loss uses
+    actor/kept_fraction                   kept tokens / trained tokens
+    actor/entropy                         mean over trained tokens
+    actor/advantage_mean, advantage_std   over trained tokens; population standard deviation
+    ref/kl, ref/k3                        mean of log pi_theta - log pi_ref (reference policy),
+    and of its estimate k3
+    off_policy/ess, ess_sequence          ESS of w over trained tokens, and over sequences
+    off_policy/kl, k3                     mean over tokens of -L, and of exp(c(L)) - 1 - c(L):
+    two estimates of KL(pi_rollout
+    pi_theta)
+    off_policy/weight, weight_sequence    mean of w over tokens, and over sequences
+    off_policy/chi2_token, chi2_sequence  the mean of w ** 2, minus 1, in the same order
+    off_policy/log_ratio_{max, min}       extremes of L over tokens
+    off_policy/log_weight_sequence_{max, min}   extremes of L over sequences
+    off_policy/staleness                  for RAPID: mean over sequences of log min(w, eta)
+    off_policy/clipped_generations        for RAPID: share of sequences with w > eta
+    off_policy/lag_{k}/share              share of tokens that have the lag k (for the largest
+    k: k or more)
+    off_policy/lag_{k}/{weight, ess, log_ratio}   of these tokens: mean w, ESS of w, mean L
     """
     s = metrics.sums()
     result = {
@@ -108,7 +123,8 @@ def finalize(metrics: LossMetrics) -> dict[str, float]:
 
 
 def mean_of(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over the updates that have it."""
+    """Return the mean of each metric over those dicts in `metrics`, one for each update, that
+    contain it."""
     names = {name: None for one in metrics for name in one}
     return {name: float(np.mean([one[name] for one in metrics if name in one])) for name in names}
 
@@ -131,7 +147,8 @@ def _by_lag(metrics: LossMetrics, tokens: float) -> dict[str, float]:
 def lag_shares(lag_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, float]:
     """Return the share of a batch's trained tokens at each lag, as `staleness/lag_share_{k}`.
 
-    The last k stands for this lag or more. Without trained tokens the result is empty.
+    The last k counts all tokens with this lag or a larger one. The result is empty if no token is
+    trained.
     """
     bins = lag_T[mask_T != 0].clamp(max=NUM_LAG_BINS - 1)
     if not bins.numel():
@@ -142,9 +159,10 @@ def lag_shares(lag_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, float]:
 def reward_metrics(rewards_S: torch.Tensor, group_index_S: torch.Tensor) -> dict[str, float]:
     """Return the `reward/...` metrics of a batch; empty for a batch without sequences.
 
-    `reward/standard_error` is the standard error of the mean. It treats groups as independent, but
-    not their members: the square root of the sum of squares of the groups' summed residuals,
-    divided by the number of sequences (the cluster-robust estimate of Liang and Zeger 1986).
+    `reward/standard_error` is the standard error of the mean. It assumes that groups are
+    independent, but not their members (cluster-robust estimate, Liang and Zeger 1986). A residual
+    is a reward minus the mean. The residuals are summed within each group; the result is the square
+    root of the sum of the squares of these sums, divided by the number of rewards.
     """
     if not rewards_S.numel():
         return {}

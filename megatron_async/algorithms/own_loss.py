@@ -1,4 +1,5 @@
-"""Loads a user's own loss by import path (`algorithm.loss`), and tries it before a run starts.
+"""Imports a loss that the user has written (`algorithm.loss.name` is then an import path), and
+calls it once on a small example before a run starts.
 
 The loss is a function from `LossInputs` (fields in `megatron_async_kernels.loss_types`) to the loss
 of each token, [T]. `OwnLoss` in `megatron_async_kernels.loss_torch` describes what it may do.
@@ -16,11 +17,11 @@ from megatron_async.runtime.import_path import described, is_import_path, load_o
 
 
 def own_loss(config: AlgorithmConfig) -> OwnLoss | None:
-    """Load the function that `algorithm.loss.name` imports; return None if it names a built-in
-    loss.
+    """Import the function to which `algorithm.loss.name` is the import path; return None if it is
+    the name of a built-in loss.
 
     Raises:
-        UserError: If it cannot be imported or is not a function.
+        UserError: If the path cannot be imported or does not lead to a function.
     """
     settings = config.loss
     if not is_import_path(settings.name):
@@ -32,7 +33,7 @@ def own_loss(config: AlgorithmConfig) -> OwnLoss | None:
 
 
 def check_own_loss(config: AlgorithmConfig) -> None:
-    """Call the user's own loss, if any, once on six tokens.
+    """If the run has a loss that the user has written, call it once on an example of six tokens.
 
     Raises:
         UserError: If the loss fails, returns an invalid result, or has no gradient.
@@ -58,7 +59,7 @@ def check_own_loss(config: AlgorithmConfig) -> None:
         output = policy_loss(inputs, loss_config(config), Denominators(5.0, 2.0), own=function)
     except (ValueError, NonFiniteError) as error:
         raise UserError(f"{where}: {error}") from error
-    except Exception as error:  # The user's function may raise anything.
+    except Exception as error:  # The user's function may raise any exception.
         raise UserError(f"{where}: {described(error)}") from error
     slopes = (output.dlogp_T, output.dentropy_T)
     if not any(slope is not None and bool(slope.any()) for slope in slopes):
