@@ -2,18 +2,18 @@
 
 A trainer uses it once per batch as follows:
 
-algorithm = build_algorithm(config)
-batch = DeviceBatch.of(token_batch, device)
-if algorithm.needs_old_logprobs: fill batch.old_logprobs_T with a no-gradient pass
-if algorithm.needs_ref_logprobs: fill batch.ref_logprobs_T likewise
-batch, metrics = algorithm.prepare(batch)
-for minibatch in batch.minibatches(updates_per_batch):          # x config.algorithm.epochs
-logprobs_T = a no-gradient pass if algorithm.needs_minibatch_pass else None
-minibatch, denominators = algorithm.prepare_minibatch(minibatch, logprobs_T)
-for microbatch in minibatch:                                # whole sequences
-output = algorithm.loss(algorithm.inputs(microbatch, logprobs_T, ...), denominators)
-backward from output.dlogp_T; total = total.merge(output.metrics)
-metrics |= finalize(total)
+    algorithm = build_algorithm(config)
+    batch = DeviceBatch.of(token_batch, device)
+    if algorithm.needs_old_logprobs: fill batch.old_logprobs_T with a no-gradient pass
+    if algorithm.needs_ref_logprobs: fill batch.ref_logprobs_T likewise
+    batch, metrics = algorithm.prepare(batch)
+    for minibatch in batch.minibatches(updates_per_batch):          # x config.algorithm.epochs
+        logprobs_T = a no-gradient pass if algorithm.needs_minibatch_pass else None
+        minibatch, denominators = algorithm.prepare_minibatch(minibatch, logprobs_T)
+        for microbatch in minibatch:                                # whole sequences
+            output = algorithm.loss(algorithm.inputs(microbatch, logprobs_T, ...), denominators)
+            backward from output.dlogp_T; total = total.merge(output.metrics)
+        metrics |= finalize(total)
 
 Invariants
 - Batches are never modified; each step returns a new one.

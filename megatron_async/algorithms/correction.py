@@ -94,31 +94,31 @@ def weight_metrics(
     truncation and w after it. C is `upper`, and lo is `lower`, or 1 / C if there is no lower bound.
     b = clamp(w, 0, C). All rows count, also those without trained tokens.
 
-    rollout_is_mean                sum of m * w over tokens, divided by n
-    rollout_is_std                 population standard deviation of b over tokens; 0 if n <= 1
-    rollout_is_eff_sample_size     1 / mean over tokens of (b / (mean of b + 1e-8)) ** 2;
-    0 if every weight is 0
+        rollout_is_mean                sum of m * w over tokens, divided by n
+        rollout_is_std                 population standard deviation of b over tokens; 0 if n <= 1
+        rollout_is_eff_sample_size     1 / mean over tokens of (b / (mean of b + 1e-8)) ** 2;
+                                       0 if every weight is 0
 
     With level `token`:
 
-    rollout_is_max, _min           of w over trained tokens
-    rollout_is_ratio_fraction_*    high: share of tokens with r > C; low: with r < lo
+        rollout_is_max, _min           of w over trained tokens
+        rollout_is_ratio_fraction_*    high: share of tokens with r > C; low: with r < lo
 
     With level `sequence`, where L_i is the sum of m * l over row i (0 without trained tokens):
 
-    rollout_is_max                 exp(min(largest L_i, 20))
-    rollout_is_min                 exp(smallest L_i), not clamped
-    rollout_is_ratio_fraction_*    high: share of rows with L_i > log C; low: with L_i < log lo
+        rollout_is_max                 exp(min(largest L_i, 20))
+        rollout_is_min                 exp(smallest L_i), not clamped
+        rollout_is_ratio_fraction_*    high: share of rows with L_i > log C; low: with L_i < log lo
 
     With both levels, where w_i and r_i are the means of w and r over the trained tokens of row i (0
     without trained tokens):
 
-    rollout_is_seq_mean, _max, _min    of w_i
-    rollout_is_seq_std             standard deviation of w_i with B - 1; 0 if B = 1
-    rollout_is_seq_max_deviation   largest |w_i - 1|
-    rollout_is_seq_fraction_*      high: share of rows with r_i > C; low: with r_i < lo
-    rollout_is_oob_ratio           share of tokens with r outside [lo, C]; only if `lower` is
-    given, so that weights outside become 0 (IcePop)
+        rollout_is_seq_mean, _max, _min    of w_i
+        rollout_is_seq_std             standard deviation of w_i with B - 1; 0 if B = 1
+        rollout_is_seq_max_deviation   largest |w_i - 1|
+        rollout_is_seq_fraction_*      high: share of rows with r_i > C; low: with r_i < lo
+        rollout_is_oob_ratio           share of tokens with r outside [lo, C]; only if `lower` is
+                                       given, so that weights outside become 0 (IcePop)
     """
     floor = 1.0 / upper if lower is None else lower
     used, raw = rows.trained(weights_T), rows.trained(raw_T)
@@ -168,19 +168,19 @@ def rejection_metrics(
     ratios; only k1 has a lower bound. s_i is the statistic of row i, or with level `token` the mean
     of s over row i. In every metric per row, only rows with trained tokens count.
 
-    mean                 sum of m * s over tokens, divided by n
-    max, min             with level `token` of s over trained tokens, otherwise of s_i
-    fraction_high        share with a value > hi: of tokens with level `token`, otherwise of rows
-    fraction_low         the same with a value < lo; 0 for k2 and k3
-    std                  population standard deviation over tokens of clamp(s, lo, hi), where
-    lo = 0 for k2 and k3; 0 if n <= 1
-    seq_mean, seq_max, seq_min    of s_i
-    seq_std              standard deviation of s_i with (number of rows) - 1; 0 for one row
-    seq_max_deviation    largest |s_i|
-    seq_fraction_high    share of rows with s_i > hi
-    seq_fraction_low     share of rows with s_i < lo; only for k1
-    masked_fraction      share of tokens that the option rejects
-    seq_masked_fraction  share of rows in which the option rejects at least one token
+        mean                 sum of m * s over tokens, divided by n
+        max, min             with level `token` of s over trained tokens, otherwise of s_i
+        fraction_high        share of tokens with s > hi (level `token`), or of rows with s_i > hi
+        fraction_low         the same with values < lo; 0 for k2 and k3
+        std                  population standard deviation over tokens of clamp(s, lo, hi), where
+                             lo = 0 for k2 and k3; 0 if n <= 1
+        seq_mean, seq_max, seq_min    of s_i
+        seq_std              standard deviation of s_i with (number of rows) - 1; 0 for one row
+        seq_max_deviation    largest |s_i|
+        seq_fraction_high    share of rows with s_i > hi
+        seq_fraction_low     share of rows with s_i < lo; only for k1
+        masked_fraction      share of tokens that the option rejects
+        seq_masked_fraction  share of rows in which the option rejects at least one token
     """
     prefix, two_sided = f"rollout_rs_{option.option}", option.divergence == "k1"
     low = option.lower if two_sided else 0.0
@@ -221,20 +221,19 @@ def off_policy_metrics(rows: MaskedRows) -> dict[str, float]:
     log pi_rollout over the trained tokens of row i (0 without trained tokens). A mean over i is
     over all rows, and a mean over tokens is over trained tokens.
 
-    training_ppl, rollout_ppl            mean over i of exp(-a_i), and of exp(-b_i)
-    training_log_ppl, rollout_log_ppl    mean over i of -a_i, and of -b_i
-    log_ppl_diff                         mean over i of b_i - a_i; positive if pi_old gives the
-    tokens less probability
-    log_ppl_abs_diff                     mean over i of |b_i - a_i|
-    log_ppl_diff_max, _min               largest and smallest b_i - a_i
-    ppl_ratio                            mean over i of exp(b_i - a_i)
-    kl                                   mean over tokens of -l: the estimate k1 of
-    KL(pi_rollout
-    pi_old)
-    k3_kl                                mean over tokens of exp(l) - l - 1, not clamped
-    chi2_token                           mean over tokens of exp(2 * c(l)), minus 1
-    chi2_seq                             mean over i of exp(2 * c(sum of m * l over row i)),
-    minus 1
+        training_ppl, rollout_ppl            mean over i of exp(-a_i), and of exp(-b_i)
+        training_log_ppl, rollout_log_ppl    mean over i of -a_i, and of -b_i
+        log_ppl_diff                         mean over i of b_i - a_i; positive if pi_old gives the
+                                             tokens less probability
+        log_ppl_abs_diff                     mean over i of |b_i - a_i|
+        log_ppl_diff_max, _min               largest and smallest b_i - a_i
+        ppl_ratio                            mean over i of exp(b_i - a_i)
+        kl                                   mean over tokens of -l: the estimate k1 of
+                                             KL(pi_rollout || pi_old)
+        k3_kl                                mean over tokens of exp(l) - l - 1, not clamped
+        chi2_token                           mean over tokens of exp(2 * c(l)), minus 1
+        chi2_seq                             mean over i of exp(2 * c(sum of m * l over row i)),
+                                             minus 1
     """
     old_S, rollout_S = rows.row_mean(rows.old_T), rows.row_mean(rows.rollout_T)
     diff_S = rollout_S - old_S

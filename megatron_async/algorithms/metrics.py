@@ -41,31 +41,30 @@ def finalize(metrics: LossMetrics) -> dict[str, float]:
     tokens. r is the probability ratio in the loss, relative to pi_old or pi_rollout. Kept tokens
     are trained tokens that the loss does not reject. ESS is `effective_sample_size`.
 
-    loss/policy, kl, entropy              components of the loss
-    actor/tokens, sequences               numbers of trained tokens and sequences
-    actor/clip_high, clip_low, clip_dual  share of kept tokens where that bound is active
-    actor/clip_fraction                   clip_high + clip_low
-    actor/ratio, ppo_kl                   mean over kept tokens of r, and of -c(log r)
-    actor/coefficient, coefficient_ess    mean and ESS, over kept tokens, of the weights that
-    the loss uses
-    actor/kept_fraction                   kept tokens / trained tokens
-    actor/entropy                         mean over trained tokens
-    actor/advantage_mean, advantage_std   over trained tokens; population standard deviation
-    ref/kl, ref/k3                        mean of log pi_theta - log pi_ref (reference policy),
-    and of its estimate k3
-    off_policy/ess, ess_sequence          ESS of w over trained tokens, and over sequences
-    off_policy/kl, k3                     mean over tokens of -L, and of exp(c(L)) - 1 - c(L):
-    two estimates of KL(pi_rollout
-    pi_theta)
-    off_policy/weight, weight_sequence    mean of w over tokens, and over sequences
-    off_policy/chi2_token, chi2_sequence  the mean of w ** 2, minus 1, in the same order
-    off_policy/log_ratio_{max, min}       extremes of L over tokens
-    off_policy/log_weight_sequence_{max, min}   extremes of L over sequences
-    off_policy/staleness                  for RAPID: mean over sequences of log min(w, eta)
-    off_policy/clipped_generations        for RAPID: share of sequences with w > eta
-    off_policy/lag_{k}/share              share of tokens that have the lag k (for the largest
-    k: k or more)
-    off_policy/lag_{k}/{weight, ess, log_ratio}   of these tokens: mean w, ESS of w, mean L
+        loss/policy, kl, entropy              components of the loss
+        actor/tokens, sequences               numbers of trained tokens and sequences
+        actor/clip_high, clip_low, clip_dual  share of kept tokens where that bound is active
+        actor/clip_fraction                   clip_high + clip_low
+        actor/ratio, ppo_kl                   mean over kept tokens of r, and of -c(log r)
+        actor/coefficient, coefficient_ess    mean and ESS, over kept tokens, of the weights that
+                                              the loss uses
+        actor/kept_fraction                   kept tokens / trained tokens
+        actor/entropy                         mean over trained tokens
+        actor/advantage_mean, advantage_std   over trained tokens; population standard deviation
+        ref/kl, ref/k3                        mean of log pi_theta - log pi_ref (reference policy),
+                                              and of its estimate k3
+        off_policy/ess, ess_sequence          ESS of w over trained tokens, and over sequences
+        off_policy/kl, k3                     mean over tokens of -L, and of exp(c(L)) - 1 - c(L):
+                                              two estimates of KL(pi_rollout || pi_theta)
+        off_policy/weight, weight_sequence    mean of w over tokens, and over sequences
+        off_policy/chi2_token, chi2_sequence  the mean of w ** 2, minus 1, in the same order
+        off_policy/log_ratio_{max, min}       extremes of L over tokens
+        off_policy/log_weight_sequence_{max, min}   extremes of L over sequences
+        off_policy/staleness                  for RAPID: mean over sequences of log min(w, eta)
+        off_policy/clipped_generations        for RAPID: share of sequences with w > eta
+        off_policy/lag_{k}/share              share of tokens that have the lag k (for the largest
+                                              k: k or more)
+        off_policy/lag_{k}/{weight, ess, log_ratio}   of these tokens: mean w, ESS of w, mean L
     """
     s = metrics.sums()
     result = {
