@@ -1,5 +1,5 @@
-"""Chooses the implementation of the kernels by name or by device, and describes the choice for
-`doctor`."""
+"""Chooses the implementation of the kernels by name or by device, and describes the choice for the
+command `doctor`."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def head_kernels(name: str) -> HeadKernels:
 
 
 def describe_loss(*, cuda: bool, triton: str | None) -> str:
-    """Return the line of `doctor` that says which implementation `is_loss` uses on a machine, with
-    the exception to this.
+    """Return the line that the command `doctor` prints about the loss: which implementation
+    `is_loss` uses on a machine, and when it uses another one.
 
     Args:
         cuda: Whether the machine has a CUDA device.
@@ -66,8 +66,8 @@ def describe_loss(*, cuda: bool, triton: str | None) -> str:
 
 
 def describe_backend() -> str:
-    """Return the line of `doctor` that says which implementation `backend="auto"` selects on this
-    machine, with the reason."""
+    """Return the line that the command `doctor` prints about `token_logprob`: which implementation
+    `backend="auto"` selects on this machine, and why."""
     if not torch.cuda.is_available():
         return "chunked torch (no CUDA device)"
     if not triton_installed():

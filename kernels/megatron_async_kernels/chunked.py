@@ -1,9 +1,10 @@
 """Computes token log-probs in plain torch, chunk by chunk; CPU runs use this version.
 
 Invariants
-- No tensor grows with T × V: logits exist only as one [token chunk × vocabulary chunk] block, and
-  all blocks together stay within `workspace_bytes` (`plan_chunks`).
-- Arithmetic is float32 (float64 for float64 inputs) whatever the storage type.
+- No tensor grows with T * V (tokens times vocabulary). Logits exist only for one block at a time,
+  some tokens times some vocabulary rows, whose temporaries stay within `workspace_bytes`
+  (`plan_chunks`).
+- Computations are in float32 for inputs of any type, but in float64 for float64 inputs.
 - The order of all sums depends on shapes only, so results repeat bit for bit.
 """
 
@@ -28,8 +29,8 @@ MAX_CHUNK_VOCAB = 8192
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Size of one block of logits: rows (`tokens`), vocabulary columns (`vocab`), and the bytes of
-    its temporaries."""
+    """Size of one block of logits: number of rows (`tokens`), number of vocabulary columns
+    (`vocab`), and number of bytes of all its temporaries (`bytes`)."""
 
     tokens: int
     vocab: int
@@ -38,8 +39,8 @@ class ChunkPlan:
 
 @dataclass(frozen=True, eq=False)
 class _Buffers:
-    """Memory of two blocks that every step reuses, so that allocations do not grow with the number
-    of blocks."""
+    """Memory for the logits of one block and for a second array of the same size (None if it is not
+    needed). It is used again for every block, so that memory is allocated only once."""
 
     logits: Tensor
     scratch: Tensor | None
@@ -61,9 +62,9 @@ def _buffers(problem: HeadProblem, plan: ChunkPlan, *, two: bool) -> _Buffers:
 def plan_chunks(problem: HeadProblem) -> ChunkPlan:
     """Choose the largest blocks of logits whose temporaries fit into `workspace_bytes`.
 
-    Counted per block: two [tokens × vocab] arrays (logits; probabilities or products), the hidden
-    rows and their gradient [tokens × D], and for low-precision weights the upcast block and its
-    gradient [vocab × D].
+    A block needs memory for two arrays [tokens, vocab] (logits; probabilities or products), three
+    arrays [tokens, D] (hidden states, their gradient, and a cast copy), and, if the weight is in
+    low precision, two arrays [vocab, D] (the weight in higher precision, and its gradient).
 
     Raises:
         ValueError: Not even one row and one column fit into `workspace_bytes`.
@@ -95,8 +96,8 @@ def _blocks(total: int, size: int) -> list[tuple[int, int]]:
 def _scaled_logits(
     problem: HeadProblem, buffers: _Buffers, hidden_CD: Tensor, weight_BD: Tensor
 ) -> Tensor:
-    """Compute hidden · weightᵀ / temperature for C tokens and B rows of the vocabulary, [C, B], in
-    the first buffer."""
+    """Compute hidden · weightᵀ / temperature for C tokens and B rows of the vocabulary; return it
+    as [C, B], stored in the first of the two buffers."""
     logits_CB = buffers.first(hidden_CD.shape[0], weight_BD.shape[0])
     torch.mm(hidden_CD, weight_BD.t(), out=logits_CB)
     if problem.inv_temperature != 1.0:
@@ -107,8 +108,9 @@ def _scaled_logits(
 def _local_targets(
     problem: HeadProblem, rows: tuple[int, int], columns: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Return the column of each row's target within the block (clamped to the block), and whether
-    the target is in the block; both [C]."""
+    """Return, for each token of a block, the column of its target within the block, and whether the
+    target is in the block; both [C]. Columns of targets outside are clamped to the block, so that
+    they are valid indices."""
     column_C = problem.targets_R[rows[0] : rows[1]] - columns[0]
     width = columns[1] - columns[0]
     inside_C = (column_C >= 0) & (column_C < width)
@@ -116,11 +118,11 @@ def _local_targets(
 
 
 class ChunkedKernels:
-    """Backend of `token_logprob` in plain torch; works on any device and dtype."""
+    """Backend of `token_logprob` in plain torch, for any device and dtype."""
 
     def stats(self, problem: HeadProblem, *, want_entropy: bool) -> HeadStats:
-        """Compute the online-softmax statistics of one shard block by block: maximum, sum of
-        exponentials, target logit and, if wanted, the entropy term, each [R]."""
+        """Compute the softmax statistics of one vocabulary shard, block by block: maximum, sum of
+        exponentials, target logit and, if wanted, the sum that the entropy needs, each [R]."""
         plan = plan_chunks(problem)
         options = {"dtype": problem.accumulate, "device": problem.hidden_TD.device}
         sum_R = torch.zeros(problem.num_rows, **options)
@@ -136,9 +138,9 @@ class ChunkedKernels:
         return stats
 
     def grads(self, problem: HeadProblem, cotangents: HeadCotangents, grads: HeadGrads) -> None:
-        """Add the gradients of hidden states and weight of one shard to `grads`: recompute each
-        block of logits, turn it into dLoss/dlogits, and multiply it with the weight and the hidden
-        states."""
+        """Compute the gradients of hidden states and weight for one vocabulary shard into `grads`.
+        Each block of logits is recomputed, converted to dLoss/dlogits, and multiplied with the
+        weight and the hidden states."""
         plan = plan_chunks(problem)
         buffers = _buffers(problem, plan, two=cotangents.grad_entropy_R is not None)
         for rows in _blocks(problem.num_rows, plan.tokens):
@@ -197,8 +199,9 @@ def _add_products(
     dlogits_CB: Tensor,
     columns: tuple[int, int],
 ) -> None:
-    """Add the products of one block of dLoss/dlogits to the gradients: with the weight for the
-    hidden states, and with the hidden states for the weight."""
+    """Multiply one block of dLoss/dlogits with the weight, and add the product to the gradient of
+    the hidden states; multiply it with the hidden states, and add the product to the gradient of
+    the weight."""
     at = slice(*columns)
     if dhidden_CD is not None:
         dhidden_CD.addmm_(dlogits_CB, weight_BD)
@@ -207,8 +210,8 @@ def _add_products(
 
 
 def _add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Compute out += left · right; if `out` has another dtype, the product is computed in the dtype
-    of the factors first."""
+    """Compute out += left · right. If `out` has another dtype than the factors, the product is
+    computed in the factors' dtype and then cast."""
     if out.dtype == left.dtype:
         out.addmm_(left, right)
     else:
@@ -224,7 +227,8 @@ def _dlogits(
     rows: tuple[int, int],
     columns: tuple[int, int],
 ) -> Tensor:
-    """Compute dLoss/d(unscaled logits) of one block by the formula of `HeadCotangents`, [C, B]."""
+    """Compute the gradient of the loss with respect to one block of logits before their division by
+    the temperature, [C, B], by the formula of `HeadCotangents`."""
     at = slice(*rows)
     logits_CB = _scaled_logits(problem, buffers, hidden_CD, weight_BD)
     logits_CB -= cotangents.log_sum_exp_R[at, None]

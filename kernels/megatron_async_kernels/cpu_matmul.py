@@ -1,19 +1,21 @@
 """Computes float32 matrix products on AMD processors with oneDNN instead of MKL.
 
-torch uses MKL for them, which reaches only half of the speed of a processor that is not Intel's
-(measured on an EPYC with AVX-512: 57 to 114 GFLOP/s a core with MKL, 140 to 260 with oneDNN). Each
-product then goes through Python, which takes 3 us. `torch.backends.mkldnn.flags(enabled=False)`
-turns this off.
+torch uses MKL for these products. On processors that are not Intel's, MKL reaches only half of the
+possible speed: on an EPYC with AVX-512, 57 to 114 GFLOP/s a core were measured with MKL, and 140 to
+260 with oneDNN. With oneDNN, each product is called from Python, which takes 3 us. In a block of
+`torch.backends.mkldnn.flags(enabled=False)`, MKL is used.
 
 Invariants
-- Where MKL is the better choice (another processor, dtype or memory layout, a small product), MKL
-  computes the product. Arguments that torch rejects are rejected with torch's error.
-- Only the order of sums changes. Gradients are matrix products too, so they are also covered.
+- MKL still computes a product if it is the better choice: on another processor, for another dtype
+  or memory layout, or for a small product. Arguments that torch rejects are rejected with torch's
+  error.
+- Only the order of sums changes. This also holds for gradients, which are matrix products too.
 - The change lasts as long as the process: call `use_onednn` at the start of a process that trains
   or generates.
-- Memory is bounded. By default torch and oneDNN each cache 1,024 compiled products, one per shape,
-  of 0.65 MB on average (tests/kernels/test_cpu_matmul.py), and packed batches have new shapes in
-  every step. The limit here is 64, enough for the shapes that recur within one microbatch.
+- Memory is bounded. By default torch and oneDNN each cache 1,024 compiled products, one for each
+  shape, of 0.65 MB on average (tests/kernels/test_cpu_matmul.py), and packed batches have new
+  shapes in every step, so the caches would fill. Here they are limited to 64 products, enough for
+  the shapes that recur within one microbatch.
 """
 
 from __future__ import annotations
@@ -45,15 +47,16 @@ def has_onednn() -> bool:
 
 @cache
 def use_onednn() -> torch.library.Library | None:
-    """Make this process compute float32 matrix products on the CPU with oneDNN from now on, if MKL
-    is slow on its processor; otherwise do nothing and return None.
+    """If MKL is slow on this processor, make this process compute float32 matrix products on the
+    CPU with oneDNN from now on. Otherwise do nothing and return None.
 
     Returns:
-        The registration of the replaced operations. The cache of this function keeps it alive.
+        The registration of the replaced operations, which end with this object. The function's
+        cache keeps it alive, so callers may ignore it.
     """
     if not mkl_is_slow():
         return None
-    # Set before the first product, when torch and oneDNN read these variables.
+    # torch and oneDNN read these variables at the first product, so set them before.
     for variable in _CAPACITIES:
         os.environ.setdefault(variable, "64")
     library = torch.library.Library("aten", "IMPL")
@@ -75,8 +78,8 @@ def addmm(
     added: Tensor, left_MK: Tensor, right_KN: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Tensor:
     """Compute `torch.addmm`, with oneDNN if that is faster."""
-    # Not 0, for which torch multiplies nothing, and no number that torch rejects or treats
-    # specially.
+    # oneDNN is used only for usual factors: not for 0, for which torch does not multiply at all,
+    # and not for values that torch rejects or treats specially.
     usual = 0 < abs(beta) < 1e38 and 0 < abs(alpha) < 1e38 and not isinstance(beta + alpha, complex)
     if not usual or added.dtype is not torch.float32 or not _pays(left_MK, right_KN):
         out = left_MK.new_empty(0)
@@ -88,8 +91,8 @@ def addmm(
 
 
 def _onednn(left_MK: Tensor, right_KN: Tensor) -> Tensor:
-    """Return the product of two matrices, computed by oneDNN. Its operation copies a left factor
-    that is not contiguous."""
+    """Return the product of two matrices, computed by oneDNN, which copies the left matrix if that
+    is not contiguous."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(left_MK, right_KN.t(), None, "none", [], "")
     return out
 

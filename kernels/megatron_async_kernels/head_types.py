@@ -1,12 +1,13 @@
-"""Describes the language-model head (output projection and softmax) as plain data that every
-backend shares.
+"""Describes the inputs and results of the language-model head (output projection and softmax) as
+plain data, which all backends of `token_logprob` use.
 
 Invariants
 - `weight_VD` has only rows that exist in the vocabulary: padding rows are removed before a backend
   sees them, so no backend can give them probability.
-- `targets_R` are local to the shard; a target of another shard is outside [0, V).
-- `rows_R` lists the rows of `hidden_TD` that take part (tokens with mask 1). A backend reads hidden
-  states through it, block by block, so that masked rows cost nothing.
+- `targets_R` are counted from the first vocabulary row of the shard, so a target of another shard
+  is outside [0, V).
+- `rows_R` are the indices of the rows of `hidden_TD` that take part (tokens with mask 1). A backend
+  reads only these rows, block by block, so that masked rows cost nothing.
 
 Axes: T tokens of the stream, R rows that take part, D hidden size, V vocabulary rows of this shard.
 """
@@ -20,20 +21,20 @@ import torch
 from torch import Tensor
 
 DEFAULT_WORKSPACE_BYTES = 256 * 2**20
-# Replaces -inf where that would give NaN (0 * -inf, -inf - -inf): exp(-1e30) is 0, too.
+# Used instead of -inf where -inf would give NaN (0 * -inf, or -inf - -inf); exp(-1e30) is 0 too.
 LOWEST_SHIFT = -1e30
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums are accumulated: float64 for float64 inputs (the reference's
-    precision), float32 for all others."""
+    """Return the dtype in which sums are accumulated for inputs of `dtype`: float64 for float64,
+    with which tests compare against the reference, and float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True, eq=False)
 class HeadProblem:
-    """Inputs of one shard of the head: `softmax(hidden · weightᵀ / temperature)` is evaluated at R
-    targets.
+    """Inputs of one vocabulary shard of the head, which evaluates softmax(hidden · weightᵀ /
+    temperature) at the targets of R tokens.
 
     Attributes:
         hidden_TD: Hidden states of all tokens.
@@ -41,9 +42,11 @@ class HeadProblem:
         weight_VD: Vocabulary rows of this shard.
         targets_R: Target ids, counted from the first row of this shard.
         inv_temperature: 1 / temperature.
-        workspace_bytes: Upper bound on temporaries that are not results.
-        chunk_tokens: Upper bound on the rows of a block of the chunked version; None to plan it.
-        deterministic: Whether atomics are forbidden.
+        workspace_bytes: Upper bound on the memory of temporaries.
+        chunk_tokens: Upper bound on the tokens of a block in the chunked backend; None to choose it
+            from `workspace_bytes`.
+        deterministic: Whether results must repeat bit for bit, so that atomic additions are
+            forbidden.
     """
 
     hidden_TD: Tensor
@@ -66,8 +69,8 @@ class HeadProblem:
         return accumulation_dtype(self.hidden_TD.dtype)
 
     def hidden_block(self, start: int, stop: int) -> Tensor:
-        """Return the hidden states of the rows `start` to `stop` among those that take part, [stop
-        - start, D]."""
+        """Return the hidden states of the tokens that take part, from number `start` to number
+        `stop` - 1 among them, as [number of these tokens, D]."""
         if self.rows_R is None:
             return self.hidden_TD[start:stop]
         return self.hidden_TD.index_select(0, self.rows_R[start:stop])
@@ -75,13 +78,18 @@ class HeadProblem:
 
 @dataclass(frozen=True, eq=False)
 class HeadStats:
-    """Online-softmax statistics of one shard, or of all shards once they are reduced; each is [R].
+    """Softmax statistics of one vocabulary shard, or of all shards after they are reduced; each is
+    [R].
 
-    With z the scaled logits: `max_R` = max z, `sum_R` = Σ exp(z − max), `target_R` = z at the
-    target (0 if the target is in another shard), `weighted_R` = Σ exp(z − max)·(z − max), which
-    only the entropy needs. z may be −inf, but max is finite: without any finite z (an empty shard)
-    it is the lowest finite number and the sums are 0, and the log-prob of a row without any finite
-    z is NaN.
+    z are a row's logits divided by the temperature. They may be -inf, but `max_R` is always finite:
+    if a row has no finite z (for instance in an empty shard), it is the lowest finite number and
+    the sums are 0, and the log-prob of the row is NaN.
+
+    Attributes:
+        max_R: Largest z.
+        sum_R: Sum of exp(z - max_R).
+        target_R: z of the target; 0 if the target is in another shard.
+        weighted_R: Sum of exp(z - max_R) * (z - max_R), which only the entropy needs; None without.
     """
 
     max_R: Tensor
@@ -90,17 +98,19 @@ class HeadStats:
     weighted_R: Tensor | None
 
     def log_sum_exp(self) -> Tensor:
-        """Return log Σ exp(z) of the scaled logits of each row, [R]."""
+        """Return log(sum of exp(z)) for each row, [R], where z are its logits divided by the
+        temperature."""
         return self.max_R + self.sum_R.log()
 
     def logprob(self) -> Tensor:
-        """Return the log-prob of each row's target, [R]. The maximum is subtracted first, which
-        keeps large logits exact."""
+        """Return the log-prob of each row's target, [R]. The maximum is subtracted from the
+        target's logit before anything is added, so that large logits lose no precision."""
         return (self.target_R - self.max_R) - self.sum_R.log()
 
     def entropy(self) -> Tensor | None:
-        """Return the entropy H = log Σ exp(z − m) − Σ p·(z − m) of each row's softmax, [R]; None if
-        the statistics have no `weighted_R`."""
+        """Return the entropy of each row's softmax, [R]; None if the statistics have no
+        `weighted_R`. With the probabilities p, the scaled logits z and m = `max_R`, it is log(sum
+        of exp(z - m)) - sum of p * (z - m)."""
         if self.weighted_R is None:
             return None
         return self.sum_R.log() - self.weighted_R / self.sum_R
@@ -108,11 +118,16 @@ class HeadStats:
 
 @dataclass(frozen=True, eq=False)
 class HeadCotangents:
-    """Factors of the backward pass for each row, each [R]: the gradients of log-prob and entropy,
-    with the row's log-sum-exp and entropy.
+    """Values that the backward pass needs for each row, each [R]: the gradients of the loss with
+    respect to the row's log-prob and entropy, and the row's log-sum-exp and entropy.
 
-    dLoss/dlogit_j = (1/τ)·[a·1(j = y) − p_j·(a + b·(z_j − lse + H))] with a = dLoss/dlogp and b =
-    dLoss/dH, from d log p_y / dz_j = 1(j = y) − p_j and dH/dz_j = −p_j·(log p_j + H).
+    The gradient with respect to logit j of a row with target y is
+
+        dLoss/dlogit_j = (1 / τ) * (a * [j = y] - p_j * (a + b * (z_j - lse + H)))
+
+    with the temperature τ, the scaled logits z, their probabilities p, their log-sum-exp lse, the
+    entropy H, a = dLoss/dlogp and b = dLoss/dH; [j = y] is 1 if j is y, otherwise 0. It follows
+    from d log p_y / dz_j = [j = y] - p_j and dH/dz_j = -p_j * (log p_j + H).
     """
 
     log_sum_exp_R: Tensor
@@ -123,11 +138,14 @@ class HeadCotangents:
 
 @dataclass(frozen=True, eq=False)
 class HeadGrads:
-    """Tensors to which the backward pass adds the gradients of hidden states and weight; None where
-    a gradient is not needed.
+    """Tensors into which the backward pass computes the gradients; None if a gradient is not
+    needed.
 
-    Both are added to in place: `dhidden_TD` (dtype of the hidden states, zeroed by the caller) and
-    `dweight_VD` (dtype of the weight, or the float32 main gradient).
+    Attributes:
+        dhidden_TD: Gradient of the hidden states, in their dtype. The caller has set it to 0; rows
+            that take part are written.
+        dweight_VD: Gradient of the weight, in the weight's dtype or in float32, to which the pass
+            adds.
     """
 
     dhidden_TD: Tensor | None
@@ -135,10 +153,10 @@ class HeadGrads:
 
 
 class HeadKernels(Protocol):
-    """Interface of a backend of `token_logprob`: statistics for the forward pass and gradients for
-    the backward pass.
+    """Interface of a backend of `token_logprob`: `stats` computes the forward pass, and `grads` the
+    backward pass.
 
-    Both methods compute the share of one tensor rank, which may have only some of the vocabulary's
+    Both compute the share of one tensor-parallel rank, which may have only some of the vocabulary's
     rows.
     """
 

@@ -1,11 +1,12 @@
-"""Provides `is_loss`: ratio, correction, surrogate loss, gradient and metrics in one pass over the
+"""Provides `is_loss`, which computes a loss, its gradient and its metrics in one pass over the
 tokens.
 
 Invariants
-- Triton and torch take and return the same structs and raise the same errors. They differ by
-  rounding, and in that Triton does not read `old_logprobs_T` if the ratio is not relative to it.
-- Triton reads the streams once if a token's loss depends on the token only, and twice if it depends
-  on the token's sequence (`needs_sequences`).
+- The Triton and the torch version have the same arguments and results and raise the same errors.
+  Their results differ only by rounding. The Triton version does not read `old_logprobs_T` if the
+  ratio is not relative to it.
+- The Triton version reads the inputs once if a token's loss depends only on the token, and twice if
+  it depends on the token's whole sequence (`needs_sequences`).
 - The result repeats bit for bit: no atomics, fixed order of summation.
 """
 
@@ -62,18 +63,20 @@ def is_loss(
     Args:
         inputs: the microbatch.
         config: thresholds and choices of the loss.
-        denominators: global counts of the optimizer step.
-        backend: "auto" is triton on CUDA, unless there are more than MAX_RULES rejection rules, and
-            plain torch elsewhere ("chunked" is plain torch: nothing in this function is larger than
-            its inputs).
-        check: read the count of non-finite tokens back (one synchronization) and raise; without,
-            the result's `finite` has it.
+        denominators: counts over all ranks and microbatches of the optimizer step, by which losses
+            are divided.
+        backend: "triton" or "chunked", which is plain torch here. "auto" is triton on CUDA, unless
+            there are more than MAX_RULES rejection rules or the inputs are float64, and plain torch
+            otherwise.
+        check: whether to raise if inputs are not finite, for which the host waits for the device.
+            Without it, the caller can read `LossOutput.finite` later.
 
     Raises:
-        NonFiniteError: `check` is set and a stream is not finite at a trained token; names the
-            stream.
-        ValueError: A stream that `config` needs is missing, shapes differ, or `backend` is "triton"
-            and the config is beyond its limits.
+        NonFiniteError: `check` is set and an input is not finite at a trained token; the message
+            names the input.
+        ValueError: An input that `config` needs is missing, shapes differ, or `backend` is "triton"
+            and does not support `config`: it has more than MAX_RULES rejection rules or the
+            surrogate `own`.
     """
     name = resolve_backend(backend, inputs.logprobs_T.device, inputs.logprobs_T.dtype)
     if name != "triton" or (backend == "auto" and len(config.rejection) > MAX_RULES):
@@ -142,7 +145,8 @@ def _run_passes(
     )
     num_values = num_sequences if spec.two_pass else 1
     values = torch.empty((num_values, NUM_SEQUENCE_VALUES), dtype=torch.float32, device=device)
-    # A stream that this specialization does not read is replaced by an arbitrary existing array.
+    # A kernel argument must be an array, so inputs that this variant of the kernel does not read
+    # are replaced by an arbitrary array.
     unused = dlogp
     shared = {
         "logprobs": inputs.logprobs_T,

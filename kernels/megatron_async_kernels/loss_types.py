@@ -1,23 +1,25 @@
-"""Defines the interface of every loss: what a loss reads, its thresholds, and what it returns.
+"""Defines the interface of every loss: its inputs, its choices and thresholds, and its result.
 
 `is_loss(inputs, config, denominators) -> LossOutput` computes a loss, with Triton on CUDA and with
-`loss_torch.policy_loss` elsewhere; both take and return these structs.
+`loss_torch.policy_loss` elsewhere; both have these classes as arguments and result.
 
 Invariants
-- Every array is a packed stream of T tokens: S whole sequences, one after the other, separated by
-  `cu_seqlens_S1`. A sequence is never split over two calls.
+- Every array with the suffix `_T` is packed: it has one entry for each of T tokens, of S whole
+  sequences one after the other, whose borders are in `cu_seqlens_S1`. A sequence is never split
+  over two calls.
 - A token with mask 0 contributes nothing, whatever its other values are (NaN included).
-- Denominators are global (over data-parallel ranks and microbatches of one optimizer step) and come
-  from outside, so the sum of `loss_sum`, of `dlogp_T` as a gradient, and of the metric sums over
-  any split of the minibatch is the same.
-- The gradient is returned, not recorded by autograd: `dlogp_T` is d loss_sum / d logprobs_T in
-  closed form.
-- c(x) = clamp(x, -SAFETY_BOUND, SAFETY_BOUND) bounds every exponent; beyond it the gradient of a
-  ratio is 0, as in autograd through clamp.
+- Denominators are counts over all data-parallel ranks and microbatches of one optimizer step, and
+  are passed by the caller. So however a minibatch is split, the sums of `loss_sum`, of the
+  gradients and of the metric sums over all calls are the same.
+- The gradient is not computed by autograd but returned: `dlogp_T` is the derivative of `loss_sum`
+  with respect to `logprobs_T`, by a formula.
+- Every exponent is bounded by c(x) = clamp(x, -SAFETY_BOUND, SAFETY_BOUND). Beyond the bound the
+  gradient of a ratio is 0, as autograd computes for clamp.
 
-Notation used below: m the mask, p the log-prob under the current policy, mu = `rollout_logprobs_T`,
-b the log-prob in the denominator of the ratio (mu or `old_logprobs_T`, as `ratio_to` says), A the
-advantage, l = p - b, r = exp(c(l)), v = `is_weights_T` or 1, n_i the kept tokens of sequence i.
+Symbols in this module: m is the mask, p the log-prob under the current policy, mu =
+`rollout_logprobs_T`, and b the log-prob in the denominator of the ratio (mu or `old_logprobs_T`, as
+`ratio_to` says). A is the advantage, l = p - b, r = exp(c(l)), v is `is_weights_T` or 1, and n_i is
+the number of kept tokens of sequence i.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ import torch
 
 SAFETY_BOUND = 20.0
 GSPO_LOG_BOUND = 10.0
-NUM_LAG_BINS = 9  # lags 0 to 7, and 8 or more
+NUM_LAG_BINS = 9  # one bin for each lag from 0 to 7, and one for 8 or more
 
 
 class NonFiniteError(ArithmeticError):
-    """Raised when a tensor that must be finite is not finite; the message names the tensor. A
-    trainer skips the step."""
+    """Error for a tensor with a NaN or an infinity that must be finite; the message names the
+    tensor. The trainer then skips the optimizer step."""
 
 
 Surrogate = Literal["reinforce", "aipo", "ppo_clip", "gspo", "cispo", "sft", "own"]
@@ -49,12 +51,19 @@ Divergence = Literal["k1", "k2", "k3"]
 
 @dataclass(frozen=True)
 class RejectionRule:
-    """Rule that keeps a token or a sequence if lower <= statistic <= upper (bounds inclusive,
-    already in the statistic's space).
+    """Rule that keeps a token, or all tokens of a sequence, if lower <= statistic <= upper.
 
-    Per token with x = c(p - mu): k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x. `seq_sum`, `seq_mean`
-    and `seq_max` reduce it over the trained tokens (mask 1) of a sequence (0 for a sequence without
-    any) and decide for the whole sequence. For k1 the bounds are logarithms of ratio bounds.
+    Symbols: x is the log-prob of a token under the trained policy minus its log-prob under the
+    policy that generated it, clamped to [-SAFETY_BOUND, SAFETY_BOUND].
+
+    Attributes:
+        level: With `token`, the statistic is the token's divergence, and the rule decides for the
+            token. With `seq_sum`, `seq_mean` and `seq_max`, it is the sum, mean or maximum of the
+            divergences over the trained tokens of a sequence (0 without trained tokens), and the
+            rule decides for the whole sequence.
+        divergence: Divergence of a token: k1 is -x, k2 is x ** 2 / 2, and k3 is exp(x) - 1 - x.
+        lower: Smallest statistic that is kept; for k1 a logarithm of a ratio.
+        upper: Largest statistic that is kept; for k1 a logarithm of a ratio.
     """
 
     level: RejectionLevel
@@ -67,39 +76,56 @@ class RejectionRule:
 class LossConfig:
     """Choice of the loss (surrogate, aggregation, KL, entropy) with all its thresholds.
 
-    Per-token loss l_t and its derivative d_t with respect to p (loss_sum = sum_t a_t l_t):
+    Symbols for one token: p is its log-prob under the current policy, and b is the log-prob in the
+    denominator of the ratio (`old_logprobs_T` or `rollout_logprobs_T`, as `ratio_to` says). A is
+    the advantage, l = p - b, c(x) = clamp(x, -SAFETY_BOUND, SAFETY_BOUND), r = exp(c(l)), and v is
+    `is_weights_T` or 1. A token is kept if its mask is 1 and no rejection rule rejects it; n_i is
+    the number of kept tokens of its sequence i. A detached value counts as a constant in
+    derivatives.
+
+    The loss of a microbatch, `loss_sum`, is the sum over tokens of
+    a * (loss + kl_coef * q - entropy_coef * H) with the following terms, where H is the entropy.
+
+    The loss of a token for each surrogate, and its derivative d with respect to p:
 
     ```text
-    reinforce  -v w A p            d = -v w A      w detached, see `weight_level`
-    aipo       -v min(r, delta) A  d = -v r A where r <= delta and |l| <= SAFETY_BOUND, else 0
-    ppo_clip   v max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); with A < 0 and `dual_clip` C
-               also v min(that, -A C).  d = -v A r where the unclipped term is the one taken
-               (ties count as unclipped) and |l| <= SAFETY_BOUND, else 0
-    gspo       as ppo_clip without dual clip, with r replaced by
-               s = exp(min(mean_i(p - b), GSPO_LOG_BOUND)) of the token's sequence (mean over its
-               kept tokens; no safety bound below); d = -v A s where unclipped and the mean is
-               <= GSPO_LOG_BOUND, else 0 (the token form: each token owns 1/n_i of the sequence)
-    cispo      -v u A p            d = -v u A      u = clip(r, 1 - clip_low, 1 + clip_high) detached
-    sft        -p                  d = -1          (neither advantage nor weights)
-    own        returned by a function of the user, d by autograd (`loss_torch.policy_loss`)
+    reinforce  loss = -v * w * A * p    d = -v * w * A    w is a detached weight (`weight_level`)
+    aipo       loss = -v * min(r, aipo_delta) * A
+               d = -v * r * A if r <= aipo_delta and |l| <= SAFETY_BOUND, otherwise 0
+    ppo_clip   loss = v * max(-A * r, -A * clip(r, 1 - clip_low, 1 + clip_high)), but if A < 0
+               and `dual_clip` is set, at most -v * A * dual_clip
+               d = -v * A * r if the loss is the unclipped term (also if both terms are equal)
+               and |l| <= SAFETY_BOUND, otherwise 0
+    gspo       as ppo_clip without dual clip, with r replaced by s = exp(min(M, GSPO_LOG_BOUND)),
+               where M is the mean of p - b over the kept tokens of the sequence
+               d = -v * A * s if the loss is the unclipped term and M <= GSPO_LOG_BOUND,
+               otherwise 0 (the token form: each token has the share 1 / n_i of its sequence)
+    cispo      loss = -v * u * A * p    d = -v * u * A
+               u = clip(r, 1 - clip_low, 1 + clip_high) is detached
+    sft        loss = -p                d = -1
+    own        returned by a function of the user; autograd computes d (`loss_torch.policy_loss`)
     ```
 
-    a_t: token_mean 1/N_tokens; seq_mean_token_mean 1/(N_sequences n_i); seq_mean_token_sum
-    1/N_sequences; seq_mean_token_sum_norm 1/(N_sequences `fixed_normalizer`); 0 where mask or
-    rejection is 0. n_i counts the kept tokens of sequence i in this call; the N come from
-    `Denominators`.
-
-    KL to the reference, added as kl_coef * a_t * q, with d = p - ref, x = c(d) and
-    y = v min(r, `kl_weight_upper`), detached in k2, differentiable in k3:
+    The factor a for each aggregation; it is 0 for tokens that are not kept. N_tokens and
+    N_sequences are those of `Denominators`; n_i is counted in this call:
 
     ```text
-    k2  y d^2 / 2                              derivative y d
-    k3  y k, k = exp(-x) - 1 + x               derivative y (1 - exp(-x)) [|d| <= SAFETY_BOUND]
-                                               + y k [r <= kl_weight_upper and |l| <= SAFETY_BOUND]
-                                               (both: y d)
+    token_mean               1 / N_tokens
+    seq_mean_token_mean      1 / (N_sequences * n_i)
+    seq_mean_token_sum       1 / N_sequences
+    seq_mean_token_sum_norm  1 / (N_sequences * fixed_normalizer)
     ```
 
-    Entropy: -entropy_coef * a_t * H, d/dH = -entropy_coef * a_t.
+    q is the KL to the reference policy, with e = p - `ref_logprobs_T`, x = c(e) and
+    y = v * min(r, kl_weight_upper), which is detached in k2 and differentiated in k3:
+
+    ```text
+    k2  q = y * e ** 2 / 2    derivative y * e
+    k3  q = y * k with k = exp(-x) - 1 + x
+        derivative y * (1 - exp(-x)) if |e| <= SAFETY_BOUND (otherwise 0), plus
+        y * k if r <= kl_weight_upper and |l| <= SAFETY_BOUND (otherwise 0);
+        the sum of both terms is y * e
+    ```
     """
 
     surrogate: Surrogate = "ppo_clip"
@@ -110,19 +136,22 @@ class LossConfig:
     clip_high: float = 0.2
     dual_clip: float | None = None
     aipo_delta: float = 8.0
-    # reinforce: w = exp(c(l)) per token or exp(c(sum_i m l)) per sequence; `weight_upper` alone
-    # truncates above (min), with `weight_lower` weights outside [lower, upper] become 0 (IcePop).
-    # The result is divided by `Denominators.weight_mean`.
+    # Weight w of `reinforce`: exp(c(l)) with level "token", or exp(c(sum of l over the trained
+    # tokens of the sequence)) with level "sequence". `weight_upper` alone gives min(w, upper); with
+    # `weight_lower`, weights outside [lower, upper] become 0 (IcePop). The result is divided by
+    # `Denominators.weight_mean`.
     weight_level: Literal["none", "token", "sequence"] = "none"
     weight_upper: float | None = None
     weight_lower: float | None = None
-    # Only in bypass mode: rules are evaluated on p - mu; a token is kept if all rules keep it.
+    # Used only in bypass mode. The rules read the log-ratio of the current policy to the policy
+    # that generated the token; a token is kept if all rules keep it.
     rejection: tuple[RejectionRule, ...] = ()
     kl_estimator: Literal["none", "k2", "k3"] = "none"
     kl_coef: float = 0.0
     kl_weight_upper: float = 2.0
     entropy_coef: float = 0.0
-    # RAPID's eta, used only in the reported staleness; it does not change the gradient.
+    # RAPID's bound of sequence weights (eta), used only in the reported metric of staleness; it
+    # does not change the gradient.
     staleness_clip: float = 2.0
 
 
@@ -132,15 +161,16 @@ class LossInputs:
     `mask_T` is 0/1; `cu_seqlens_S1` (the start of each sequence, and the end of the last one) is
     int32 or int64 [S + 1].
 
-    `old_logprobs_T` is needed with `ratio_to: old`, `ref_logprobs_T` with a KL estimator,
-    `entropy_T` with an entropy bonus (and is only reported otherwise). `is_weights_T` are the
-    detached weights of decoupled correction, and `mask_T` is the mask after its rejection. `lag_T`
-    is the lag of each token in versions (int, n - a); None counts as 0. Built-in losses use it only
-    in metrics. `columns` [T, *inner], by name, are the additional columns of the tokens, for a
-    user-defined loss.
+    `old_logprobs_T` is needed with `ratio_to: old`, `ref_logprobs_T` with a KL estimator, and
+    `entropy_T` with an entropy bonus (without it, the entropy is only reported). In decoupled mode,
+    `is_weights_T` are the importance weights, which count as constants, and `mask_T` is the mask
+    without rejected tokens. `lag_T` is the age of each token in policy versions (int); None counts
+    as 0, and built-in losses use it only in metrics. `columns` are further arrays [T, ...] with
+    values of the tokens, by name, for a user-defined loss.
 
-    Built-in losses have closed-form gradients and do not differentiate through these tensors. For a
-    user-defined loss, `logprobs_T` and `entropy_T` are leaves that autograd differentiates.
+    Gradients of built-in losses are computed by formulas, so these tensors need no autograd graph.
+    For a user-defined loss, autograd differentiates with respect to copies of `logprobs_T` and
+    `entropy_T`.
     """
 
     logprobs_T: torch.Tensor
@@ -156,8 +186,8 @@ class LossInputs:
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def streams(self) -> dict[str, torch.Tensor]:
-        """Return the floating-point streams that are present, by the names that error messages
-        use."""
+        """Return the floating-point arrays [T] that are not None, by the names that error messages
+        use for them."""
         named = {
             "logprobs": self.logprobs_T,
             "rollout_logprobs": self.rollout_logprobs_T,
@@ -170,7 +200,7 @@ class LossInputs:
         return {name: stream for name, stream in named.items() if stream is not None}
 
     def require(self, config: LossConfig) -> None:
-        """Raise ValueError if `config` needs a stream that is missing, or if the streams have
+        """Raise ValueError if `config` needs an array that is missing, or if the arrays have
         different lengths."""
         needed = (
             ("old_logprobs_T", self.old_logprobs_T, config.ratio_to == "old"),
@@ -188,13 +218,15 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class Denominators:
-    """Global counts of one optimizer step, over data-parallel ranks and microbatches, by which
-    losses are divided.
+    """Counts over all data-parallel ranks and microbatches of one optimizer step, by which losses
+    are divided.
 
-    `tokens` and `sequences` count mask-1 tokens, and sequences with at least one, after decoupled
-    and before bypass rejection (as in verl 0.9.1, whose counts are fixed before the loss runs).
-    `weight_mean` is the batch-normalization factor of `reinforce` weights, otherwise 1. Counts of 0
-    are read as 1: then nothing is trained and the loss is 0.
+    `tokens` is the number of tokens with mask 1, and `sequences` the number of sequences with at
+    least one such token. Tokens that were rejected in decoupled mode have mask 0 and are not
+    counted; tokens that the loss itself rejects in bypass mode are counted, as in verl 0.9.1, which
+    counts before the loss runs. `weight_mean` is the mean by which weights of `reinforce` are
+    divided if they are normalized, otherwise 1. A count of 0 is used as 1, because nothing is
+    trained then and the loss is 0.
     """
 
     tokens: float
@@ -202,69 +234,75 @@ class Denominators:
     weight_mean: float = 1.0
 
 
-# Sums over tokens or sequences, additive over microbatches and ranks. k = m * kept by rejection;
-# L = p - mu, w = exp(c(L)), W_i = exp(c(sum_i m L)) over sequences with any m = 1.
+# Names of the metric sums over tokens or sequences, which are added over microbatches and ranks.
+# Symbols: m is the mask of trained tokens, and k = m for tokens that no rejection rule rejects,
+# otherwise 0. p is the log-prob under the current policy, L = p - rollout_logprobs_T,
+# w = exp(c(L)), and W_i = exp(c(sum of m * L over sequence i)), for sequences with trained tokens.
+# A, H, l, r, s, u, v and c are those of `LossConfig`.
 SUM_NAMES: tuple[str, ...] = (
-    "tokens",  # sum m
-    "kept_tokens",  # sum k
-    "sequences",  # sequences with at least one token of mask 1
+    "tokens",  # sum of m
+    "kept_tokens",  # sum of k
+    "sequences",  # number of sequences with at least one token of mask 1
     "loss",  # loss_sum
-    "policy_loss",  # surrogate component of loss_sum
-    "kl_loss",  # KL component of loss_sum, kl_coef included
-    "entropy_loss",  # entropy component of loss_sum, entropy_coef included
-    "log_ratio",  # sum m L, unclamped
-    "k3",  # sum m (exp(c(L)) - 1 - c(L))
-    "is_weight",  # sum m w
-    "is_weight_sq",  # sum m w^2
-    "seq_weight",  # sum_i W_i
-    "seq_weight_sq",  # sum_i W_i^2
-    "seq_staleness",  # sum_i min(c(sum_i m L), log staleness_clip)
-    "seq_weight_clipped",  # sequences with W_i > staleness_clip
-    "ratio",  # sum k r (gspo: s instead of r); sft: 0
-    "ratio_log",  # sum k c(l); sft: 0
+    "policy_loss",  # component of loss_sum from the surrogate
+    "kl_loss",  # component of loss_sum from the KL, with the factor kl_coef
+    "entropy_loss",  # component of loss_sum from the entropy, with the factor entropy_coef
+    "log_ratio",  # sum of m * L, unclamped
+    "k3",  # sum of m * (exp(c(L)) - 1 - c(L))
+    "is_weight",  # sum of m * w
+    "is_weight_sq",  # sum of m * w ** 2
+    "seq_weight",  # sum of W_i over sequences
+    "seq_weight_sq",  # sum of W_i ** 2 over sequences
+    # Sum over sequences of min(c(sum of m * L over the sequence), log staleness_clip).
+    "seq_staleness",
+    "seq_weight_clipped",  # number of sequences with W_i > staleness_clip
+    "ratio",  # sum of k * r; for gspo s instead of r; for sft 0
+    "ratio_log",  # sum of k * c(l); for sft 0
     # Sum of k * x, where x is the weight by which the surrogate multiplies a token's term:
-    # reinforce v * w / weight_mean, cispo v * u, aipo v * min(r, delta), ppo_clip and gspo v, sft
-    # and own 1.
+    # v * w / weight_mean for reinforce with its weight w, v * u for cispo, v * min(r, aipo_delta)
+    # for aipo, v for ppo_clip and gspo, and 1 for sft and own.
     "coefficient",
-    "coefficient_sq",  # Sum of k * x^2, with the same x.
+    "coefficient_sq",  # sum of k * x ** 2, with the x of `coefficient`
     # Number of kept tokens at the upper bound. ppo_clip: r > 1 + clip_high, and the clipped term is
     # larger than the unclipped term, so that the loss is the clipped term. gspo: the same with s.
-    # cispo: r > 1 + clip_high. aipo: r > delta. reinforce: weight before truncation > weight_upper.
-    # 0 for other surrogates.
+    # cispo: r > 1 + clip_high. aipo: r > aipo_delta. reinforce: weight before truncation >
+    # weight_upper. 0 for other surrogates.
     "clip_high",
-    # Number of kept tokens at the lower bound: the same conditions with r (or s) < 1 - clip_low,
+    # Number of kept tokens at the lower bound: as `clip_high`, but with r (or s) < 1 - clip_low,
     # and for reinforce with a weight before truncation < weight_lower. aipo has no lower bound.
     "clip_low",
-    # ppo_clip: number of kept tokens whose loss is the bound -A C of the dual clip, because A < 0
+    # For ppo_clip, number of kept tokens whose loss is the bound of the dual clip, because A < 0
     # and the bound is smaller than the clipped loss. 0 for other surrogates.
     "clip_dual",
-    "entropy",  # sum m H, 0 without entropy
-    "advantage",  # sum m A
-    "advantage_sq",  # sum m A^2
-    "ref_k1",  # sum m (p - ref), 0 without reference
-    "ref_k3",  # sum m (exp(-x) - 1 + x), x = c(p - ref)
-    # No metric of a run uses the sums and the maximum of lags. They are kept because without them
-    # one variant of the fused loss spills registers on sm_80 (Triton 3.8).
-    "lag",  # sum m lag
-    "off_policy_tokens",  # sum m [lag > 0]
+    "entropy",  # sum of m * H; 0 without entropies
+    "advantage",  # sum of m * A
+    "advantage_sq",  # sum of m * A ** 2
+    "ref_k1",  # sum of m * (p - ref_logprobs_T); 0 without a reference policy
+    "ref_k3",  # sum of m * (exp(-x) - 1 + x) with x = c(p - ref_logprobs_T)
+    # No reported metric uses these sums of lags and the maximum `lag_max`. They are kept because
+    # without them one variant of the fused loss kernel spills registers on sm_80 (Triton 3.8).
+    "lag",  # sum of m * lag
+    "off_policy_tokens",  # number of tokens with mask 1 and lag > 0
 )
 LAG_SUM_NAMES: tuple[str, ...] = ("lag_tokens", "lag_weight", "lag_weight_sq", "lag_log_ratio")
 MAX_NAMES: tuple[str, ...] = (
-    "log_ratio_max",  # max L over mask-1 tokens, -inf without any
-    "log_ratio_neg_min",  # max -L
-    "seq_log_weight_max",  # max_i sum_i m L
-    "seq_log_weight_neg_min",  # max_i -sum_i m L
+    "log_ratio_max",  # largest L over tokens with mask 1; -inf if there are none
+    "log_ratio_neg_min",  # largest -L
+    "seq_log_weight_max",  # largest sum of m * L over a sequence
+    "seq_log_weight_neg_min",  # largest -(sum of m * L) over a sequence
     "lag_max",
 )
 
 
 @dataclass(frozen=True, eq=False)
 class LossMetrics:
-    """Metric sums of a loss: float64 sums [len(SUM_NAMES)], sums by lag [4, NUM_LAG_BINS] and
-    maxima [len(MAX_NAMES)].
+    """Sums and maxima of a loss, from which metrics are computed, in float64: sums
+    [len(SUM_NAMES)], sums for each lag [4, NUM_LAG_BINS], and maxima [len(MAX_NAMES)].
 
-    Rows of `lag_sums_LB` follow LAG_SUM_NAMES (sums of m, m w, m w^2, m L by lag bin min(lag,
-    NUM_LAG_BINS - 1)). Over microbatches and ranks, sums are added and the larger maximum is taken.
+    The rows of `lag_sums_LB` are named by LAG_SUM_NAMES. They are the sums of m, m * w, m * w ** 2
+    and m * L (see SUM_NAMES) over the tokens with each lag; the last bin has all tokens with a lag
+    of at least NUM_LAG_BINS - 1. To combine microbatches or ranks, sums are added, and of two
+    maxima the larger one is taken.
     """
 
     sums_M: torch.Tensor
@@ -273,7 +311,8 @@ class LossMetrics:
 
     @classmethod
     def empty(cls, device: torch.device | str = "cpu") -> LossMetrics:
-        """Return metrics without any token, the neutral element of `merge`."""
+        """Return the metrics of no tokens, which change nothing when they are merged with
+        others."""
         return cls(
             torch.zeros(len(SUM_NAMES), dtype=torch.float64, device=device),
             torch.zeros(len(LAG_SUM_NAMES), NUM_LAG_BINS, dtype=torch.float64, device=device),
@@ -289,7 +328,8 @@ class LossMetrics:
         )
 
     def all_reduce(self, group: torch.distributed.ProcessGroup) -> LossMetrics:
-        """Return the metrics combined over all ranks of `group` (two collectives)."""
+        """Return the metrics combined over all ranks of `group`. This is collective and needs two
+        all-reduces."""
         flat = torch.cat([self.sums_M, self.lag_sums_LB.reshape(-1)])
         maxima_E = self.maxima_E.clone()
         torch.distributed.all_reduce(flat, group=group)
@@ -298,18 +338,23 @@ class LossMetrics:
         return LossMetrics(sums_M, lag_flat.view_as(self.lag_sums_LB), maxima_E)
 
     def sums(self) -> dict[str, float]:
-        """Return sums and maxima by name (one copy to the host); `metrics.finalize` computes means
-        from them."""
+        """Return the sums and maxima by name, with one copy to the host. `metrics.finalize` in the
+        package `megatron_async.algorithms` computes means from them."""
         names = SUM_NAMES + MAX_NAMES
         return dict(zip(names, torch.cat([self.sums_M, self.maxima_E]).tolist(), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
 class LossOutput:
-    """Result of a loss: `loss_sum` [] is this call's share of the loss, and the gradients are those
-    of `loss_sum`.
+    """Result of a loss for one call.
 
-    `nonfinite` [] counts the values that are not finite among the streams' trained tokens.
+    Attributes:
+        loss_sum: This call's share of the total loss, [].
+        dlogp_T: Derivative of `loss_sum` with respect to the log-prob of each token.
+        dentropy_T: Derivative of `loss_sum` with respect to the entropy of each token; None if the
+            loss does not depend on it.
+        metrics: Sums from which metrics are computed.
+        nonfinite: Number of values in the inputs that are not finite at trained tokens, [].
     """
 
     loss_sum: torch.Tensor
@@ -320,8 +365,8 @@ class LossOutput:
 
     @property
     def finite(self) -> torch.Tensor:
-        """Whether the streams and the loss are finite, as a tensor [] on their device; reading it
-        waits for the device."""
+        """Whether the inputs at trained tokens and the loss are finite, as a tensor [] on the
+        device. Converting it to a bool makes the host wait for the device."""
         return torch.isfinite(self.loss_sum) & (self.nonfinite == 0)
 
 
@@ -350,11 +395,11 @@ class _Attach(torch.autograd.Function):
 def attach_gradient(
     output: LossOutput, logprobs_T: torch.Tensor, entropy_T: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return a scalar with value `loss_sum` whose backward pass gives the closed-form gradients to
-    log-probs and entropy.
+    """Return a scalar with the value `loss_sum`. Its backward pass gives the gradients in `output`
+    to `logprobs_T` and `entropy_T`.
 
-    For trainers whose log-probs are part of an autograd graph. Data-parallel ranks have shares of
-    one sum, so their gradients are added, not averaged.
+    Use this if the log-probs are part of an autograd graph. Each data-parallel rank has a share of
+    one total loss, so gradients of ranks must be added, not averaged.
     """
     dlogp_T = output.dlogp_T.to(logprobs_T.dtype)
     dentropy_T = output.dentropy_T
@@ -368,7 +413,7 @@ def attach_gradient(
 def check_finite(tensors: Mapping[str, torch.Tensor | None], mask_T: torch.Tensor) -> None:
     """Raise NonFiniteError naming the first tensor with a NaN or infinity where the mask is not 0.
 
-    This copies to the host once, however many tensors there are.
+    The host waits for the device only once, however many tensors there are.
     """
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     if not present:
@@ -380,6 +425,7 @@ def check_finite(tensors: Mapping[str, torch.Tensor | None], mask_T: torch.Tenso
 
 
 def nonfinite_counts(tensors: Sequence[torch.Tensor], mask_T: torch.Tensor) -> torch.Tensor:
-    """Count the NaNs and infinities of each tensor where the mask is not 0, [N] on the device."""
+    """Count the NaNs and infinities of each of N tensors where the mask is not 0; return the counts
+    as [N] on the device."""
     trained_T = mask_T != 0
     return torch.stack([(~torch.isfinite(tensor) & trained_T).sum() for tensor in tensors])

@@ -1,8 +1,10 @@
-"""Provides reductions over the sequences of a packed stream of tokens.
+"""Provides reductions over the sequences of packed arrays, which contain the tokens of all
+sequences one after the other.
 
 `cu_seqlens_S1` [S + 1] has the start of each of the S sequences, and the end of the last one.
 
-Invariant: sums have a fixed order (no atomics), so equal inputs give equal bits.
+Invariant: sums are computed in a fixed order, without atomic additions, so equal inputs give
+results that are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ def lengths_S(cu_seqlens_S1: torch.Tensor) -> torch.Tensor:
 def spread(
     values_S: torch.Tensor, cu_seqlens_S1: torch.Tensor, *, tokens: int | None = None
 ) -> torch.Tensor:
-    """Repeat the value of each sequence for each of its tokens, [T]. Without `tokens` (T), this
-    waits for the GPU."""
+    """Repeat the value of each sequence for each of its tokens, [T]. Pass T as `tokens`; without
+    it, the host must wait for the GPU to learn it."""
     return values_S.repeat_interleave(lengths_S(cu_seqlens_S1), output_size=tokens)
 
 

@@ -22,8 +22,8 @@ def reference_token_logprob(
     token_mask_T: Tensor | None = None,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute log softmax(h·Wᵀ/τ) at the target tokens, and the entropy of the softmax, with full
-    logits; both results are [T].
+    """Compute log softmax(hidden · weightᵀ / temperature) at the target tokens, and the entropy of
+    the softmax, from all logits at once; both results are [T].
 
     Rows of `weight_VD` at or beyond `vocab_size` are ignored. Masked tokens get 0 for both results.
     """

@@ -1,11 +1,12 @@
 """Computes the surrogate losses of single tokens, with their derivatives in closed form.
 
 Invariants
-- Every function is elementwise over T tokens, given the log-ratio (and values that the tokens of a
-  sequence share).
-- Arguments are finite everywhere (the caller has set untrained tokens to 0); the caller applies
-  aggregation, masks and denominators.
-- A term that is bounded has derivative 0 where the bound is active; ties count as unbounded.
+- Every function computes each of T tokens by itself, from its log-ratio and other values of the
+  token or its sequence.
+- Arguments must be finite, so the caller sets them to 0 at untrained tokens. The caller also
+  applies masks, aggregation and denominators.
+- The derivative of a bounded term is 0 if the bound is active. If a term equals its bound, the
+  bound is not active.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ from megatron_async_kernels.loss_types import GSPO_LOG_BOUND, SAFETY_BOUND, Loss
 class Terms:
     """Values of a surrogate loss for each token, before masks and aggregation.
 
-    If a clip flag is False instead of a tensor, that clip is active for no token. The symbols are
-    those of `loss_types`.
+    A clip flag may be False instead of a tensor; that clip is then active for no token.
 
     Attributes:
         value_T: Loss of the token.
         dlogp_T: Derivative of the loss with respect to the token's log-prob.
-        coefficient_T: Weight that multiplies the token's term, which the metric `coefficient` sums;
-            see `SUM_NAMES`.
-        ratio_T: Probability ratio r of the current policy to the policy that `ratio_to` names;
-            gspo: ratio s of the token's sequence; sft: 0.
-        log_ratio_T: Log-ratio l of the token, clamped to ±SAFETY_BOUND; sft: 0.
+        coefficient_T: Weight by which the surrogate multiplies the token's term;
+            `loss_types.SUM_NAMES` has its formulas under `coefficient`.
+        ratio_T: The token's probability under the current policy, divided by its probability under
+            the policy that `ratio_to` names. For gspo it is the ratio of the token's sequence, and
+            for sft 0.
+        log_ratio_T: Logarithm of the token's ratio, clamped to [-SAFETY_BOUND, SAFETY_BOUND]; for
+            sft 0.
         clip_high_T: Whether the upper clip is active.
         clip_low_T: Whether the lower clip is active.
         clip_dual_T: Whether the dual clip is active.
@@ -48,19 +50,19 @@ class Terms:
 
 
 def bounded_exp(log_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Clamp `log_T` to ±SAFETY_BOUND and compute the exponential of the result.
+    """Clamp `log_T` to [-SAFETY_BOUND, SAFETY_BOUND], and compute the exponential of the result.
 
     Returns:
-        The exponential; the clamped values; and whether each value of `log_T` is within the bounds.
-        Outside the bounds the derivative of the first two results is 0.
+        The exponential, the clamped values, and whether each value of `log_T` is within the bounds;
+        outside them, the derivatives of the first two results are 0.
     """
     clamped_T = log_T.clamp(-SAFETY_BOUND, SAFETY_BOUND)
     return clamped_T.exp(), clamped_T, log_T.abs() <= SAFETY_BOUND
 
 
 def k3_of(x_T: torch.Tensor) -> torch.Tensor:
-    """Compute exp(x) - 1 - x without cancellation: with a series near 0, where on-policy tokens
-    are."""
+    """Compute exp(x) - 1 - x. Near 0, where the log-ratios of on-policy tokens are, a series is
+    used, because the difference would lose all precision."""
     series_T = torch.ones_like(x_T)
     for n in range(14, 2, -1):
         series_T = 1.0 + series_T * x_T / n
@@ -70,11 +72,11 @@ def k3_of(x_T: torch.Tensor) -> torch.Tensor:
 def truncate(
     weights: torch.Tensor, lower: float | None, upper: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the truncated weights, where they were above `upper`, and where they were below
-    `lower`.
+    """Truncate weights; return the truncated weights, whether each weight was above `upper`, and
+    whether it was below `lower`.
 
-    An upper bound without a lower one gives min(w, upper) (Espeholt et al. 2018, IMPALA; Yao et al.
-    2025, TIS); with a lower bound, weights outside [lower, upper] become 0 (IcePop, Ling Team
+    With only an upper bound, a weight w becomes min(w, upper) (Espeholt et al. 2018, IMPALA; Yao et
+    al. 2025, TIS). With a lower bound, weights outside [lower, upper] become 0 (IcePop, Ling Team
     2025).
     """
     never = torch.zeros_like(weights, dtype=torch.bool)
@@ -94,10 +96,12 @@ def reinforce(
     config: LossConfig,
     weight_mean: float,
 ) -> Terms:
-    """Compute the REINFORCE loss -sg(w) A log pi of each token, with w a truncated ratio (Williams
-    1992; PipelineRL, arXiv 2509.19128).
+    """Compute the REINFORCE loss -w * A * log pi of each token, with the advantage A (Williams
+    1992; PipelineRL, arXiv 2509.19128). The weight w is `raw_weight_T` after truncation, divided by
+    `weight_mean` and multiplied by `correction_T`; it counts as a constant in the derivative.
 
-    With a whole-sequence weight and sequence-mean-token-sum this is RAPID's Eq. 3.
+    With one weight for each sequence and the aggregation `seq_mean_token_sum`, this is Eq. 3 of
+    RAPID.
     """
     weight_T, high_T, low_T = truncate(raw_weight_T, config.weight_lower, config.weight_upper)
     coefficient_T = weight_T / weight_mean * correction_T
@@ -119,8 +123,9 @@ def aipo(
     correction_T: torch.Tensor,
     config: LossConfig,
 ) -> Terms:
-    """Compute the AIPO loss -min(r, delta) A of each token (LlamaRL, arXiv 2505.24034), as PRIME-RL
-    uses it."""
+    """Compute the AIPO loss -min(r, delta) * A of each token in the form of PRIME-RL, times
+    `correction_T`. r is the probability ratio, delta is `config.aipo_delta`, and A is the advantage
+    (LlamaRL, arXiv 2505.24034)."""
     ratio_T, clamped_T, inside_T = bounded_exp(log_ratio_T)
     high_T = ratio_T > config.aipo_delta
     coefficient_T = ratio_T.clamp(max=config.aipo_delta) * correction_T
@@ -141,9 +146,10 @@ def ppo_clip(
     correction_T: torch.Tensor,
     config: LossConfig,
 ) -> Terms:
-    """Compute the PPO-clip loss of each token: max(-r A, -clip(r) A) (Schulman et al. 2017, Eq. 7),
-    for A < 0 at most -C A (dual clip, Ye et al. 2020, arXiv 1912.09729, Eq. 5), times the weights
-    of decoupled correction."""
+    """Compute the PPO-clip loss of each token, max(-r * A, -clip(r) * A) (Schulman et al. 2017, Eq.
+    7), times `correction_T`. r is the probability ratio and A the advantage. If A < 0 and
+    `config.dual_clip` is set, the loss before the factor is at most -`dual_clip` * A (dual clip, Ye
+    et al. 2020, arXiv 1912.09729, Eq. 5)."""
     ratio_T, clamped_T, inside_T = bounded_exp(log_ratio_T)
     return _clipped(ratio_T, clamped_T, inside_T, advantages_T, correction_T, config, dual=True)
 
@@ -155,11 +161,12 @@ def gspo(
     correction_T: torch.Tensor,
     config: LossConfig,
 ) -> Terms:
-    """Compute the GSPO loss of each token: PPO-clip on the sequence's geometric mean ratio (arXiv
-    2507.18071, Eqs. 5 and 7).
+    """Compute the GSPO loss of each token: the PPO-clip loss with the geometric mean of the ratios
+    of the sequence instead of the token's ratio (arXiv 2507.18071, Eqs. 5 and 7).
 
-    The derivative is that of GSPO-token (its Eq. 14): with a sequence-mean-token-mean aggregation
-    and one advantage per sequence it equals the gradient of the sequence objective.
+    The derivative is that of GSPO-token (Eq. 14 of the paper). With the aggregation
+    `seq_mean_token_mean` and one advantage for each sequence, it equals the gradient of the
+    sequence objective.
     """
     ratio_T = mean_log_ratio_T.clamp(max=GSPO_LOG_BOUND).exp()
     clamped_T = log_ratio_T.clamp(-SAFETY_BOUND, SAFETY_BOUND)
@@ -207,8 +214,9 @@ def cispo(
     correction_T: torch.Tensor,
     config: LossConfig,
 ) -> Terms:
-    """Compute the CISPO loss -sg(clip(r)) A log pi of each token (MiniMax-M1, arXiv 2506.13585,
-    Eqs. 4 and 5)."""
+    """Compute the CISPO loss -clip(r) * A * log pi of each token, times `correction_T`. r is the
+    probability ratio and A the advantage; clip(r) counts as a constant in the derivative
+    (MiniMax-M1, arXiv 2506.13585, Eqs. 4 and 5)."""
     ratio_T, clamped_T, _ = bounded_exp(log_ratio_T)
     low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
     coefficient_T = ratio_T.clamp(low, high) * correction_T
@@ -230,8 +238,9 @@ def sft(logprobs_T: torch.Tensor) -> Terms:
 
 
 def own(log_ratio_T: torch.Tensor) -> Terms:
-    """Return the reported terms of a user-defined loss: the probability ratio, and a weight of 1.
-    Value and derivative are 0, because this module does not know them."""
+    """Return the terms that are reported for a user-defined loss: the probability ratio, and a
+    weight of 1. Value and derivative are 0 here; `loss_torch.policy_loss` gets them from the user's
+    function."""
     zero_T, one_T = torch.zeros_like(log_ratio_T), torch.ones_like(log_ratio_T)
     ratio_T, clamped_T, _ = bounded_exp(log_ratio_T)
     return Terms(zero_T, zero_T, one_T, ratio_T, clamped_T)

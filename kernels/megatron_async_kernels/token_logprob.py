@@ -1,21 +1,23 @@
-"""Provides `token_logprob`: log-probs (and entropy) of given tokens, computed directly from hidden
-states.
+"""Provides `token_logprob`, which computes log-probs (and entropies) of given tokens directly from
+hidden states.
 
-It also has the collectives of a head whose vocabulary is split over one tensor-parallel group.
+It also has the collective operations for a head whose vocabulary is divided over a tensor-parallel
+group.
 
 Invariants
-- No backend creates a [T × V] tensor, forward or backward: the backward pass recomputes the logits
-  from the saved hidden states and each row's log-sum-exp.
+- No backend creates a tensor [T, V] in the forward or backward pass. The backward pass recomputes
+  the logits from the saved hidden states, and their probabilities from each row's saved
+  log-sum-exp.
 - Tokens with mask 0 are left out of every product; their log-prob, entropy and gradient are 0, and
   their target id is never read.
 - Results and statistics are float32 (float64 for float64 inputs).
-- `weight_grad_out` is added to in place, as Megatron's gradient-accumulation fusion does; then
-  autograd gets no weight gradient.
-- Every rank of the group calls the same collectives in the same order; whether a call happens
-  depends only on sizes that all ranks share.
-- The forward pass has two small all-reduces (the maximum; then sum, target logit and entropy term
-  together). The backward pass has one all-reduce or reduce-scatter of dHidden, as Megatron's
-  column-parallel linear layer has.
+- If `weight_grad_out` is given, the weight's gradient is added to it, as with Megatron's
+  gradient-accumulation fusion, and autograd gets no gradient of the weight.
+- Every rank of the group calls the same collectives in the same order; whether a collective is
+  called depends only on sizes that are equal on all ranks.
+- The forward pass has two small all-reduces: one of the maximum, and one of sum, target logit and
+  entropy term together. The backward pass has one all-reduce or reduce-scatter of the gradient of
+  the hidden states, as Megatron's column-parallel linear layer has.
 """
 
 from __future__ import annotations
@@ -116,8 +118,8 @@ class HeadCall:
     deterministic: bool
 
     def problem(self, hidden_TD: Tensor, weight_VD: Tensor) -> HeadProblem:
-        """Return the inputs of this rank's vocabulary shard, without padding rows and with target
-        ids relative to the shard."""
+        """Return the inputs of the backend for this rank's vocabulary shard: without padding rows,
+        and with target ids counted from the first row of the shard."""
         shard_rows = int(weight_VD.shape[0])
         first = group_rank(self.tp_group) * shard_rows
         valid = shard_rows
@@ -163,17 +165,24 @@ def token_logprob(
         targets: [T] integer ids over the whole vocabulary.
         temperature: divides the logits; > 0.
         return_entropy: also return each token's entropy in nats (differentiable).
-        token_mask: [T]; tokens with 0 are skipped and get 0. Finding them waits for a GPU.
-        token_rows: [R] int64, ascending: instead of a mask, the tokens that are not skipped.
+        token_mask: [T]; tokens with 0 are skipped, and their results are 0. To find them, the host
+            must wait for a GPU.
+        token_rows: [R] int64, ascending; indices of the tokens that are not skipped, instead of a
+            mask.
         tp_group: the ranks that share the vocabulary; shards are equal in size and in rank order.
-        sequence_parallel: gather `hidden` over `tp_group` forward, reduce-scatter its gradient.
-        weight_grad_out: [V/tp, D] float32 (float64 for float64 inputs), added to in place.
-        vocab_size: rows at or beyond it (padding) never receive probability or gradient.
+        sequence_parallel: whether each rank has only its slice of `hidden`, which is gathered over
+            `tp_group` in the forward pass and whose gradient is reduce-scattered in the backward
+            pass.
+        weight_grad_out: [V/tp, D] float32 (float64 for float64 inputs), to which the gradient of
+            the weight is added; None to give the gradient to autograd.
+        vocab_size: number of vocabulary rows without padding; padding rows after them get neither
+            probability nor gradient. None if there is no padding.
         backend: "auto" is triton on CUDA and chunked torch elsewhere.
-        chunk_tokens: upper bound on the rows of a block of the chunked version (None: planned);
-            triton plans its own blocks.
-        workspace_bytes: upper bound on temporaries that are not results.
-        deterministic: no atomics anywhere (the chunked version never has any).
+        chunk_tokens: upper bound on the tokens of a block in the chunked backend; None to choose it
+            from `workspace_bytes`. The Triton backend ignores it.
+        workspace_bytes: upper bound on the memory of temporaries.
+        deterministic: whether results must repeat bit for bit, so that no atomic additions are used
+            (the chunked backend never uses any).
 
     Returns:
         Log-probs [T], or (log-probs [T], entropy [T]); float32, float64 for float64 inputs.
@@ -270,11 +279,13 @@ class _TokenLogprob(torch.autograd.Function):
 
 
 def mark_weight_grad_added(weight: Tensor) -> Tensor | None:
-    """Return the gradient that autograd gets for a weight whose gradient was already added to its
-    main gradient.
+    """Return the value that autograd gets as the gradient of a weight whose gradient was added to
+    Megatron's main gradient already.
 
-    Megatron's data-parallel hook reads `grad_added_to_main_grad` and, with overlapped reduction,
-    requires some `grad`: a weight with that attribute gets an expanded zero, any other gets None.
+    For a weight with the attribute `grad_added_to_main_grad`, set it to True, so that Megatron's
+    data-parallel hook does not add the gradient again, and return a zero that is expanded to the
+    weight's shape, because with overlapped reduction the hook requires that a gradient exists. For
+    other weights, return None.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
@@ -283,8 +294,8 @@ def mark_weight_grad_added(weight: Tensor) -> Tensor | None:
 
 
 def scatter_rows(values_R: Tensor, call: HeadCall) -> Tensor:
-    """Expand the values [R] of the tokens that take part to all tokens [T], with 0 for masked
-    tokens."""
+    """Expand the values of the tokens that take part, [R], to all tokens, [T], with 0 for tokens
+    that are skipped."""
     if call.rows_R is None:
         return values_R
     out_T = values_R.new_zeros(call.targets_T.shape[0])
@@ -293,7 +304,8 @@ def scatter_rows(values_R: Tensor, call: HeadCall) -> Tensor:
 
 
 def _take_rows(values_T: Tensor, call: HeadCall) -> Tensor:
-    """Select the values of the tokens that take part: [T] to contiguous [R]."""
+    """Select the values of the tokens that take part from the values of all tokens [T]; return them
+    as a contiguous array [R]."""
     taken = values_T if call.rows_R is None else values_T[call.rows_R]
     return taken.contiguous()
 
@@ -343,8 +355,8 @@ def _check_weight_grad_out(weight: Tensor, weight_grad_out: Tensor | None) -> No
 
 
 def _check_targets(targets_R: Tensor, limit: int) -> None:
-    """Raise ValueError if a target id is outside the vocabulary, 0 to `limit` - 1; on a GPU, fail
-    with a device assertion instead."""
+    """Raise ValueError if a target id is outside the vocabulary, 0 to `limit` - 1. On a GPU, a
+    device assertion fails instead, so that the host need not wait."""
     if targets_R.numel() == 0:
         return
     if targets_R.device.type == "cpu":

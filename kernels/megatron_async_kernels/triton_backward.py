@@ -1,11 +1,11 @@
 # Kernel arguments are tensors and constants of the Triton compiler, which types them itself.
 # mypy: allow-untyped-defs
-"""Provides the backward kernels of the language-model head (output projection and softmax):
-dLoss/dlogits of a block, and a matrix product that accumulates.
+"""Provides the backward kernels of the language-model head (output projection and softmax): one
+computes dLoss/dlogits of a block, and one adds a matrix product to a matrix.
 
 Invariants
-- dLoss/dlogits exists for one [rows × columns] block at a time, in the operands' own type, and is
-  written once; the logits themselves stay in registers.
+- dLoss/dlogits exists for one block of rows and vocabulary columns at a time, in the type of hidden
+  states and weight, and is written once. The logits themselves are never written to memory.
 - `accumulate_product_kernel` sums in a fixed order (no split of the inner dimension, no atomics).
 """
 
@@ -40,11 +40,11 @@ def store_dlogits(
     inv_temperature,
     SPEC: tl.constexpr,
 ):
-    """Compute the formula of `dlogits_kernel` for one tile and store the result; offset = a + b·H,
-    entropy_grad = b.
+    """Compute dLoss/dlogits of one tile by the formula in `dlogits_kernel`, and store it. In the
+    symbols of that formula, `grad` is a, `entropy_grad` is b, and `offset` is a + b * H.
 
-    Offsets are 32-bit, so a block of dLoss/dlogits must have less than 2^31 elements. With the
-    default workspace it has at most 2^27.
+    Positions are computed with 32 bits, so a block of dLoss/dlogits must have less than 2 ** 31
+    elements. With the default workspace it has at most 2 ** 27.
     """
     logits = scaled_logits(acc, columns, num_columns, inv_temperature)
     log_p = logits - lse[:, None]
@@ -78,10 +78,10 @@ def dlogits_kernel(
     inv_temperature,
     SPEC: tl.constexpr,
 ):
-    """Compute dLoss/dlogits of one tile: (1/τ)·[a·1(j = y) − p_j·(a + b·(z_j − lse + H))]; see
-    `HeadCotangents`.
+    """Compute dLoss/dlogits of one tile: (1 / τ) * (a * [j = y] - p_j * (a + b * (z_j - lse + H)))
+    for column j of a row. `HeadCotangents` explains the formula and its symbols.
 
-    `weight` starts at column `first_column` of the shard and has `num_columns` rows.
+    `weight` has the `num_columns` vocabulary rows of the shard that begin at number `first_column`.
     """
     ROWS: tl.constexpr = SPEC.tile.tokens
     COLUMNS: tl.constexpr = SPEC.tile.vocab
@@ -142,8 +142,8 @@ def accumulate_product_kernel(
     GROUP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Compute out += left · right for one tile of `out`: left [M, K] in any layout, right [K, N]
-    row-major, out [M, N] row-major."""
+    """Compute out += left · right for one tile of `out`. `left` [M, K] may have any memory layout;
+    `right` [K, N] and `out` [M, N] are row-major."""
     row_tile, column_tile = grouped_tile(
         tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.cdiv(num_columns, COLUMNS), GROUP
     )

@@ -1,12 +1,14 @@
 # Kernel arguments are tensors and constants of the Triton compiler, which types them itself.
 # mypy: allow-untyped-defs
-"""Provides the forward kernels of the language-model head (output projection and softmax): online
-softmax statistics over vocabulary tiles.
+"""Provides the forward kernels of the language-model head (output projection and softmax), which
+compute softmax statistics tile by tile over the vocabulary.
 
 Invariants
-- A program owns ROWS tokens and a span of vocabulary tiles; it writes one (max, sum[, weighted])
-  triple per token, so the partial statistics are [splits × R], never [T × V].
-- A target's logit is written by the one program whose span contains it; no atomics anywhere.
+- A program of the kernel processes ROWS tokens and one split of the vocabulary, which is a number
+  of consecutive tiles. For each token it writes the maximum, the sum and, if needed, the entropy
+  term. So the partial statistics are [splits, R], and no array is [T, V].
+- A target's logit is written only by the program whose split contains the target, so no atomic
+  operations are needed.
 """
 
 from __future__ import annotations
@@ -79,12 +81,12 @@ def head_stats_kernel(
     inv_temperature,
     SPEC: tl.constexpr,
 ):
-    """Compute the partial softmax statistics of one tile of tokens over `columns_per_split`
-    vocabulary rows.
+    """Compute the partial softmax statistics of one tile of tokens over one split of the
+    vocabulary, which has `columns_per_split` rows.
 
     `columns_per_split` is a multiple of the tile's columns. `max_out`, `sum_out` and `weighted_out`
-    are [num_splits, out_stride]; `targets` and `target_out` are [num_rows], the latter zeroed
-    before.
+    are [num_splits, out_stride]; `targets` and `target_out` are [num_rows]. The caller has set
+    `target_out` to 0, because only targets in the split are written.
     """
     ROWS: tl.constexpr = SPEC.tile.tokens
     COLUMNS: tl.constexpr = SPEC.tile.vocab
@@ -142,8 +144,8 @@ def combine_kernel(
     BLOCK: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """Combine partial softmax statistics [num_splits, R] into those of the shard [R], in the order
-    of the splits."""
+    """Combine the partial softmax statistics of all splits of the vocabulary, [num_splits, R], into
+    the statistics of the shard, [R], in the order of the splits."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_rows
     best = tl.full((BLOCK,), LOWEST, dtype=tl.float32)

@@ -2,11 +2,12 @@
 products that compute the gradients of hidden states and weight from dLoss/dlogits.
 
 Invariants
-- Temporaries together stay within `workspace_bytes`. They are a copy of a block's hidden rows, if
-  only some tokens are scored, and in the forward pass the partial statistics, in the backward pass
-  the rows' float32 gradient and one [rows × columns] block of dLoss/dlogits.
-- No atomics: with `deterministic` the two products are computed by `accumulate_product_kernel`,
-  whose order of summation is fixed; otherwise by the vendor's library.
+- All temporaries together stay within `workspace_bytes`. If only some tokens take part, one is a
+  copy of the hidden states of a block. The forward pass also needs the partial statistics, and the
+  backward pass a float32 gradient of the block's hidden states and one block of dLoss/dlogits.
+- No atomic operations are used here. With `deterministic` the two products are computed by
+  `accumulate_product_kernel`, whose order of summation is fixed; otherwise by the GPU vendor's
+  library, if it can add to a matrix of the result's dtype.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def interpreted() -> bool:
 
 @dataclass(frozen=True, eq=False)
 class PartialStats:
-    """Softmax statistics of each split of the vocabulary, [splits, R]; `target_R`, the target's
-    logit, is already complete."""
+    """Softmax statistics of each split (part) of the vocabulary, [splits, R], which must be
+    combined. The targets' logits, `target_R` [R], need not be combined."""
 
     max_PR: Tensor
     sum_PR: Tensor
@@ -69,10 +70,12 @@ class BackwardPlan:
 
 
 def plan_backward(problem: HeadProblem) -> BackwardPlan:
-    """Choose the block size of dLoss/dlogits that moves the fewest bytes within `workspace_bytes`.
+    """Choose the size of a block of dLoss/dlogits whose temporaries fit into `workspace_bytes`, so
+    that the fewest bytes are read and written.
 
-    The float32 dHidden is read and written once per column block, dWeight once per row block:
-    8·D·(R·column blocks + V·row blocks) bytes in addition to the products' own reads.
+    The float32 gradient of the hidden states is read and written once for each block of columns,
+    and that of the weight once for each block of rows. These are 8 * D * (R * column blocks + V *
+    row blocks) bytes in addition to the factors of the products.
 
     Raises:
         ValueError: Not even one row and one column fit into `workspace_bytes`.
@@ -106,11 +109,12 @@ def plan_backward(problem: HeadProblem) -> BackwardPlan:
 
 
 class TritonKernels:
-    """Backend of `token_logprob` for CUDA devices, and for CPU tensors under TRITON_INTERPRET=1."""
+    """Backend of `token_logprob` for CUDA devices. If TRITON_INTERPRET=1 is set, it also works on
+    CPU tensors, in Triton's interpreter."""
 
     def stats(self, problem: HeadProblem, *, want_entropy: bool) -> HeadStats:
-        """Compute the softmax statistics of one shard: launch the statistics kernel, then combine
-        the splits of the vocabulary."""
+        """Compute the softmax statistics of one vocabulary shard: first of each split (part) of the
+        vocabulary, and then combine them."""
         partial = partial_stats(problem, want_entropy=want_entropy)
         if partial.splits == 1:
             weighted_R = partial.weighted_PR[0] if want_entropy else None
@@ -134,7 +138,8 @@ class TritonKernels:
         return HeadStats(max_R, sum_R, partial.target_R, weighted_R)
 
     def grads(self, problem: HeadProblem, cotangents: HeadCotangents, grads: HeadGrads) -> None:
-        """Add the gradients of hidden states and weight of one shard to `grads`, block by block."""
+        """Compute the gradients of hidden states and weight for one vocabulary shard into `grads`,
+        block by block."""
         _check(problem)
         if problem.num_rows == 0 or problem.weight_VD.shape[0] == 0:
             return
@@ -159,7 +164,7 @@ class TritonKernels:
 
 def partial_stats(problem: HeadProblem, *, want_entropy: bool) -> PartialStats:
     """Launch the statistics kernel for each block of rows; return the softmax statistics of each
-    split of the vocabulary."""
+    split (part) of the vocabulary."""
     _check(problem)
     configs = _configs(problem)
     config = configs.stats_entropy if want_entropy else configs.stats
@@ -173,7 +178,8 @@ def partial_stats(problem: HeadProblem, *, want_entropy: bool) -> PartialStats:
     tiles = triton.cdiv(columns, config.vocab)
     arrays = 3 if want_entropy else 2
     most_splits = max(1, problem.workspace_bytes // 8 // (4 * arrays * rows))
-    # Counted in columns and not in tiles, because unaligned rows are read with a smaller tile.
+    # The size of a split is given in columns and not in tiles, because a smaller tile is used if
+    # rows are not aligned.
     columns_per_split = triton.cdiv(tiles, min(tiles, most_splits)) * config.vocab
     splits = triton.cdiv(columns, columns_per_split)
     max_PR = torch.empty((splits, rows), dtype=torch.float32, device=device)
@@ -280,7 +286,8 @@ def library_accumulates_float32(device: torch.device, dtype: torch.dtype) -> boo
     """Return whether the installed torch can add a half-precision product to a float32 matrix in
     place.
 
-    `addmm` has `out_dtype` since torch 2.8, but its first versions reject a float32 `self`.
+    It is tried out, because `addmm` has the argument `out_dtype` since torch 2.8, but its first
+    versions reject a float32 matrix as the addend.
     """
     if "dtype_out" not in torch.ops.aten.addmm.overloads():
         return False
@@ -301,7 +308,8 @@ def _add_products(
     dlogits_CB: Tensor,
     columns: tuple[int, int],
 ) -> None:
-    """Compute dHidden += dlogits · W and dW += dlogitsᵀ · hidden for one block."""
+    """Add the products of one block of dLoss/dlogits to the gradients: dlogits · weight to that of
+    the hidden states, and dlogitsᵀ · hidden to that of the weight."""
     config = _configs(problem).product
     at = slice(*columns)
     options = {"deterministic": problem.deterministic}
@@ -314,8 +322,9 @@ def _add_products(
 def _dhidden_block(
     problem: HeadProblem, grads: HeadGrads, hidden_CD: Tensor, start: int, stop: int
 ) -> Tensor | None:
-    """Return float32 rows in which to accumulate dHidden of one block: a view of the result if that
-    is float32 and has no masked rows, otherwise new zeros; None if dHidden is not needed."""
+    """Return a float32 array to which the gradient of one block's hidden states is added. It is a
+    view of the result if that is float32 and all tokens take part, otherwise a new array of zeros.
+    Return None if this gradient is not needed."""
     if grads.dhidden_TD is None:
         return None
     if problem.rows_R is None and grads.dhidden_TD.dtype == torch.float32:
@@ -335,8 +344,9 @@ def _write_dhidden(
 
 
 def _forward_rows(problem: HeadProblem) -> int:
-    """Return the number of rows of one forward block: all rows, unless rows must be copied
-    together, which has to fit into the workspace."""
+    """Return the number of rows of one block of the forward pass. These are all rows, unless hidden
+    states must be copied into a contiguous array; then they are as many as fit into half of the
+    workspace."""
     rows = problem.num_rows
     if problem.rows_R is not None or not problem.hidden_TD.is_contiguous():
         row_bytes = problem.hidden_TD.shape[1] * problem.hidden_TD.element_size()
@@ -355,8 +365,9 @@ def _configs(problem: HeadProblem) -> HeadConfigs:
 def _operands(
     config: TileConfig, hidden_CD: Tensor, weight_BD: Tensor
 ) -> tuple[TileConfig, Any, Any]:
-    """Return the tile shape and the operands of a kernel: as tensor descriptors if the config wants
-    them and the rows are aligned, otherwise as plain tensors."""
+    """Return the tile shape and the operands of a kernel. The operands are tensor descriptors if
+    `config` asks for them and the rows are aligned to 16 bytes; otherwise they are plain tensors,
+    with a smaller tile."""
     row_bytes = hidden_CD.shape[1] * hidden_CD.element_size()
     aligned = all(t.data_ptr() % 16 == 0 for t in (hidden_CD, weight_BD)) and row_bytes % 16 == 0
     if not (config.descriptors and aligned):

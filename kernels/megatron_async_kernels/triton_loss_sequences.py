@@ -3,13 +3,16 @@
 # Conditions on constants in SPEC are nested, not joined: if the outer one is false, the compiler
 # evaluates neither the inner one nor its body, which may read a setting that does not exist.
 # ruff: noqa: SIM102
-"""Provides the loss kernels that sum over the tokens of each sequence, and that compute from these
-sums the values that tokens and metrics need.
+"""Provides the loss kernels over sequences. One sums over the tokens of each sequence, and the
+other computes from these sums the values that the loss of a token and the metrics need.
 
 Invariants
-- A program of `sequence_pass_kernel` owns CHUNK tokens, aligned, and iterates over the sequences in
-  them; `sequence_kernel` reads a sequence's slots, which are adjacent, in order.
-- No atomics: every partial result has one writer and is summed in a fixed order, in float64.
+- Each program of `sequence_pass_kernel` processes CHUNK consecutive tokens, starting at a multiple
+  of CHUNK, and the sequences in them one after the other. For each sequence it writes partial sums
+  to a separate slot. The slots of a sequence are adjacent, and `sequence_kernel` reads them in
+  order.
+- No atomic operations are used: every partial sum is written by one program, and partial sums are
+  added in a fixed order, in float64.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ from megatron_async_kernels.triton_loss_terms import (
 
 @triton.jit
 def start_rule(zeros, RULE: tl.constexpr, SPEC: tl.constexpr):
-    """Return the neutral element of a rejection rule's reduction: -1e30 for a maximum, 0 for a
-    sum."""
+    """Return the value with which the reduction of a rejection rule over a sequence starts: -1e30
+    for a maximum, 0 for a sum."""
     if SPEC.num_rules > RULE:
         if SPEC.config.rejection[RULE].level == "seq_max":
             zeros = zeros - 1e30
@@ -38,8 +41,8 @@ def start_rule(zeros, RULE: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def add_rule(total, trained, weight, clamped, RULE: tl.constexpr, SPEC: tl.constexpr):
-    """Add the divergences of a block of tokens to the running sum or maximum of a sequence-level
-    rejection rule."""
+    """Include the divergences of a block of tokens in the running sum or maximum `total` of
+    rejection rule number `RULE`, if the rule is one for whole sequences."""
     if SPEC.num_rules > RULE:
         if SPEC.config.rejection[RULE].level != "token":
             value = divergence(weight, clamped, RULE, SPEC)
@@ -52,7 +55,8 @@ def add_rule(total, trained, weight, clamped, RULE: tl.constexpr, SPEC: tl.const
 
 @triton.jit
 def store_rule(at, total, RULE: tl.constexpr, SPEC: tl.constexpr):
-    """Store a rejection rule's sum or maximum over all lanes at `at`."""
+    """Reduce the running sums or maxima of rejection rule number `RULE` over all lanes, and store
+    the result at address `at`."""
     if SPEC.num_rules > RULE:
         if SPEC.config.rejection[RULE].level == "seq_max":
             tl.store(at, tl.max(total, axis=0).to(tl.float64))
@@ -75,8 +79,8 @@ def sequence_pass_kernel(
     SLOT_WIDTH: tl.constexpr,
     SPEC: tl.constexpr,
 ):
-    """Compute, as the first of two passes, what each block of tokens contributes to the sums of
-    each of its sequences."""
+    """Compute the contribution of each block of CHUNK tokens to the sums of each of its sequences.
+    It is the first of two passes over the tokens."""
     block = tl.program_id(0)
     position = block * CHUNK
     stop = tl.minimum(position + CHUNK, num_tokens)
@@ -144,8 +148,9 @@ def sequence_kernel(
     MAX_WIDTH: tl.constexpr,
     SPEC: tl.constexpr,
 ):
-    """Combine the slots of each sequence: compute the sequence metrics and, with two passes, the
-    values that the sequence's tokens need."""
+    """Add up the partial sums (slots) of each sequence. From the totals, compute the metrics of
+    sequences and, if there are two passes, the values that the loss of the sequence's tokens
+    needs."""
     NUM_RULES: tl.constexpr = SPEC.num_rules
     sequences = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = sequences < num_sequences

@@ -5,12 +5,13 @@
 # ruff: noqa: SIM102
 """Provides device functions that compute the loss of a block of tokens.
 
-Formulas and their sources are in `surrogates`; names follow that module. Terms are elementwise over
-a block of lanes in float32; SPEC is a `LossSpec`. `first_sequence` finds the sequence of a token,
-and `read_stream` reads its streams.
+The formulas, with their sources, are those of `surrogates`, whose names are used here too. Each
+function computes a block of tokens elementwise in float32; SPEC is a `LossSpec` with the
+compile-time constants. `first_sequence` finds the sequence of a token, and `read_stream` reads an
+input array.
 
 Invariant
-- A token with mask 0 is read as zeros.
+- All inputs of a token with mask 0 are read as 0.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ import triton.language as tl
 
 @triton.jit
 def bounded_exp(value):
-    """Return exp(c(x)), c(x) = clamp(x, ±20), and whether |x| <= 20. A NaN stays NaN."""
+    """Return three results for x = `value`: exp(c), c = clamp(x, -20, 20), and whether |x| <= 20. A
+    NaN stays NaN."""
     clamped = tl.clamp(value, -20.0, 20.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.exp(clamped), clamped, tl.abs(value) <= 20.0
 
 
 @triton.jit
 def k3_of(exp_x, x):
-    """Compute exp(x) - 1 - x without cancellation: with a series for |x| < 1, where on-policy
-    tokens are."""
+    """Compute exp(x) - 1 - x. For |x| < 1, where the log-ratios of on-policy tokens are, a series
+    is used, because the difference would lose all precision."""
     series = tl.zeros_like(x) + 1.0
     for n in tl.static_range(8):
         series = 1.0 + series * x * (1.0 / (10 - n))
@@ -38,11 +40,12 @@ def k3_of(exp_x, x):
 
 @triton.jit
 def divergence(exp_x, x, RULE: tl.constexpr, SPEC: tl.constexpr):
-    """Compute the divergence of a rejection rule from the clamped log-ratio x to the behavior
-    policy.
+    """Compute the divergence of rejection rule number `RULE` for each token. x is the clamped
+    log-ratio of the trained policy to the policy that generated the token.
 
-    k1 = -x, k2 = x²/2, k3 = exp(x) - 1 - x. The rule's kind is read here, because Triton 3.6 passes
-    a string to a device function as a plain `str`, which the function cannot compile.
+    It is -x for k1, x ** 2 / 2 for k2, and exp(x) - 1 - x for k3. The name of the divergence is
+    read from SPEC here and not passed as an argument, because Triton 3.6 passes a string to a
+    device function as a plain `str`, which the function cannot compile.
     """
     if SPEC.config.rejection[RULE].divergence == "k1":
         return -x
@@ -69,8 +72,9 @@ def token_keep(trained, exp_x, x, SPEC: tl.constexpr):
 
 @triton.jit
 def truncated(raw, SPEC: tl.constexpr):
-    """Return min(raw, upper), or 0 outside [lower, upper] if there is a lower bound; and where raw
-    was above or below the bounds."""
+    """Truncate the weights `raw` to the bounds in SPEC; return the result, whether each weight was
+    above the upper bound, and whether it was below the lower bound. With only an upper bound the
+    result is min(raw, upper); with a lower bound, weights outside [lower, upper] become 0."""
     above = raw > float("inf")
     below = raw > float("inf")
     weight = raw
@@ -94,8 +98,9 @@ def surrogate_terms(
     inv_weight_mean,
     SPEC: tl.constexpr,
 ):
-    """Compute the surrogate loss of each token; return (loss, dLoss/dlogp, weight in use, ratio,
-    log ratio, above, below, dual), where the last three say which clip is active."""
+    """Compute the surrogate loss of each token. Return eight values: the loss, its derivative with
+    respect to the log-prob, the weight by which the token's term is multiplied, the ratio, the
+    log-ratio, and whether the upper clip, the lower clip and the dual clip are active."""
     ratio, ratio_log, inside = bounded_exp(anchor)
     never = ratio < 0.0
     above = never
@@ -155,8 +160,8 @@ def surrogate_terms(
 
 @triton.jit
 def kl_terms(distance, anchor, correction, SPEC: tl.constexpr):
-    """Compute kl_coef times the importance-weighted KL to the reference policy of each token, and
-    its derivative."""
+    """Compute `kl_coef` times the importance-weighted KL to the reference policy of each token, and
+    its derivative with respect to the token's log-prob."""
     ratio, _, inside = bounded_exp(anchor)
     upper: tl.constexpr = SPEC.config.kl_weight_upper
     weight = tl.where(ratio > upper, upper, ratio) * correction * SPEC.config.kl_coef
@@ -172,7 +177,8 @@ def kl_terms(distance, anchor, correction, SPEC: tl.constexpr):
 
 @triton.jit
 def first_sequence(cu_seqlens, num_sequences, token):
-    """Find the index of the sequence that contains `token`: the first s with cu[s + 1] > token."""
+    """Find the index of the sequence that contains `token`: the smallest s with cu_seqlens[s + 1] >
+    token."""
     low = 0
     high = num_sequences - 1
     while low < high:
@@ -186,5 +192,6 @@ def first_sequence(cu_seqlens, num_sequences, token):
 
 @triton.jit
 def read_stream(stream, at, inside, trained):
-    """Read the values of a stream as float32, with 0 at untrained tokens."""
+    """Read the values of an input array at positions `at` as float32, with 0 at untrained
+    tokens."""
     return tl.where(trained, tl.load(stream + at, mask=inside, other=0.0).to(tl.float32), 0.0)

@@ -1,16 +1,18 @@
 # Kernel arguments are tensors and constants of the Triton compiler, which types them itself.
 # mypy: allow-untyped-defs
-"""Provides the loss kernel over tokens: losses, gradients and metric sums in one read of the
-streams.
+"""Provides the loss kernel over tokens, which computes losses, gradients and metric sums while it
+reads the input arrays once.
 
-With one pass, this kernel also writes each sequence's sums, from which `sequence_kernel` computes
-the sequence metrics. With two passes, if a token's loss depends on its sequence,
-`sequence_pass_kernel` and `sequence_kernel` run first, and this kernel reads their results.
+If the loss of a token does not depend on its sequence, there is one pass over the tokens: this
+kernel also writes partial sums for each sequence, from which `sequence_kernel` computes the metrics
+of sequences. Otherwise there are two passes: `sequence_pass_kernel` and `sequence_kernel` run
+first, and this kernel reads their results.
 
 Invariants
-- A program owns CHUNK tokens, aligned, and iterates over the sequences in them. No atomics: every
-  partial result has one writer and is summed in a fixed order.
-- Lanes sum at most CHUNK / BLOCK tokens in float32; everything beyond is summed in float64.
+- Each program processes CHUNK consecutive tokens, starting at a multiple of CHUNK, and the
+  sequences in them one after the other. No atomic operations are used: every partial sum is written
+  by one program, and partial sums are added in a fixed order.
+- Each lane sums at most CHUNK / BLOCK tokens in float32; these sums are added in float64.
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ def token_pass_kernel(
     NUM_LAGS: tl.constexpr,
     SPEC: tl.constexpr,
 ):
-    """Compute the losses, gradients and metric sums of one block of tokens, in one read of the
-    streams."""
+    """Compute the losses, gradients and metric sums of one block of CHUNK tokens, while reading the
+    input arrays once."""
     zeros = tl.zeros((BLOCK,), dtype=tl.float32)
     n_tokens, n_kept, n_bad = zeros, zeros, zeros
     policy_sum, kl_sum, bonus_sum = zeros, zeros, zeros
@@ -170,7 +172,8 @@ def token_pass_kernel(
                     lag_max, tl.where(trained, lag_of.to(tl.float32), float("-inf"))
                 )
                 bin_of = tl.minimum(tl.maximum(lag_of, 0), NUM_LAGS - 1)
-                # Few lags occur in one block, so only those between its extremes are summed.
+                # A block has only few different lags, so only lags between its smallest and its
+                # largest are summed.
                 lowest = tl.min(tl.where(trained, bin_of, NUM_LAGS), axis=0)
                 highest = tl.max(tl.where(trained, bin_of, -1), axis=0)
                 for current in range(lowest, highest + 1):

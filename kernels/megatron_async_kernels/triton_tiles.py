@@ -1,18 +1,19 @@
 # Kernel arguments are tensors and constants of the Triton compiler, which types them itself.
 # mypy: allow-untyped-defs
-"""Provides the device functions that the Triton kernels of the language-model head share (tile
-order, operand loads, one tile of logits), and the tile shapes.
+"""Provides device functions that several Triton kernels of the language-model head (output
+projection and softmax) use, such as the computation of one tile of logits, and the table of tile
+shapes.
 
 Tile shapes are in a table by GPU architecture and element type; there is no autotuner.
 
 Invariants
-- Operands outside the matrix are read as zero or clamped to the last row; callers mask results, so
-  the inner loop has no row masks.
+- A tile may extend beyond its matrix. Elements outside are read as 0, or as those of the last row,
+  and callers mask the results, so that the inner loop needs no masks for rows.
 - Products accumulate in float32; float32 operands multiply as IEEE float32, never as TF32.
 - Every entry compiles for its architecture without register spills and within its shared memory
   (`tests/kernels/test_compile.py`; the report is in docs/kernels.md).
-- A choice depends on (capability, element size, alignment) only, never on timing, so that two runs
-  on the same kind of machine do the same arithmetic.
+- The tile shape depends only on GPU architecture, element size and alignment, never on measured
+  times, so that two runs on the same kind of machine compute the same results.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ import torch
 import triton
 import triton.language as tl
 
-# Initial value of running maxima: the lowest finite float32, so that no maximum is -inf.
+# Initial value of running maxima. It is the lowest finite float32 and not -inf, so that differences
+# to it are never NaN.
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 @triton.jit
 def grouped_tile(pid, num_rows_tiles, num_column_tiles, GROUP: tl.constexpr):
-    """Return the (row tile, column tile) of a program, in an order in which GROUP row tiles go
-    through the columns together."""
+    """Return the row tile and the column tile that program `pid` computes. Consecutive programs
+    compute GROUP row tiles with the same column tile before the next column tile, so that they
+    share operands in the cache."""
     per_group = GROUP * num_column_tiles
     first = (pid // per_group) * GROUP
     width = tl.minimum(num_rows_tiles - first, GROUP)
@@ -91,8 +94,8 @@ def logits_tile(
 
 @triton.jit
 def finite_below(value):
-    """Replace values below -1e30 (also -inf, because 0 times -inf would be NaN) by -1e30; a NaN
-    stays NaN."""
+    """Replace values below -1e30 by -1e30; a NaN stays NaN. In particular -inf is replaced, because
+    0 * -inf would be NaN."""
     return tl.where(value < -1e30, -1e30, value)
 
 
@@ -105,10 +108,11 @@ def scaled_logits(acc, columns, num_columns, inv_temperature):
 
 @triton.jit
 def column_parts(tile, SPEC: tl.constexpr):
-    """Return a tile as a tuple: the whole tile, or its left and right half if SPEC says so.
+    """Return a tuple with the whole tile or, if SPEC asks for it, with the tile's left and right
+    half.
 
-    Epilogues work on one half after the other, so that their temporaries fit into the registers
-    that a 128 x 256 accumulator leaves free.
+    The code that follows the matrix product processes one part after the other. With halves, its
+    temporaries fit into the registers that an accumulator of 128 x 256 elements leaves free.
     """
     if SPEC.tile.halves:
         ROWS: tl.constexpr = SPEC.tile.tokens
@@ -121,8 +125,8 @@ def column_parts(tile, SPEC: tl.constexpr):
 
 @triton.jit
 def add_pairs(a0, b0, a1, b1):
-    """Add two pairs elementwise; used as a combine function that sums two quantities in one
-    reduction."""
+    """Add two pairs of values elementwise. It is passed to a Triton reduction as the function that
+    combines elements, so that the reduction sums two quantities at once."""
     return a0 + a1, b0 + b1
 
 
@@ -131,10 +135,12 @@ class TileConfig:
     """Shape of a [tokens × vocab] tile of logits, computed in steps of `depth` along the hidden
     size.
 
-    `group` token tiles go through the vocabulary together, so that the tiles in flight on all
-    multiprocessors are about square and their operands stay in L2. `descriptors` loads operands
-    through tensor descriptors (TMA on sm_90 and later); it needs rows aligned to 16 bytes. `halves`
-    lets the epilogue work on the two halves of the columns one after the other.
+    `group` tiles of tokens are processed with the same part of the vocabulary at about the same
+    time. Together, the tiles that run on all multiprocessors are then about square, and their
+    operands stay in the L2 cache. With `descriptors`, operands are loaded through tensor
+    descriptors (TMA on sm_90 and later), which requires rows that are aligned to 16 bytes. With
+    `halves`, the code after the matrix product processes the left and the right half of the tile
+    one after the other.
     """
 
     tokens: int
@@ -151,9 +157,9 @@ class TileConfig:
 class TileSpec:
     """Compile-time constants of the kernels that compute logits.
 
-    `even_depth`: whether the hidden size is a multiple of the tile's depth. `upcast`: whether
-    operands are converted to float32 first (the interpreter's bf16 arithmetic is wrong). `entropy`:
-    whether the entropy is needed.
+    `even_depth` says whether the hidden size is a multiple of the tile's depth. `upcast` says
+    whether operands are converted to float32 before they are multiplied, which Triton's interpreter
+    needs because its bf16 arithmetic is wrong. `entropy` says whether the entropy is needed.
     """
 
     tile: TileConfig
@@ -164,11 +170,11 @@ class TileSpec:
 
 @dataclass(frozen=True)
 class HeadConfigs:
-    """Tile shapes of the three matrix products of the language-model head: softmax statistics,
-    dLoss/dlogits, and the product that accumulates gradients.
+    """Tile shapes of the kernels of the language-model head: for softmax statistics without and
+    with entropy, for dLoss/dlogits, and for the products that are added to gradients.
 
-    With entropy the statistics have one more sum, for which some architectures need another number
-    of stages.
+    The entropy needs one more sum, for which some architectures need another number of pipeline
+    stages.
     """
 
     stats: TileConfig
@@ -177,8 +183,9 @@ class HeadConfigs:
     product: TileConfig
 
 
-# For Triton's interpreter, in which tests run: small tiles, because the shapes in tests are odd. If
-# rows are aligned, tiles are read through tensor descriptors, as on sm_90.
+# Tile shapes for Triton's interpreter, in which tests run. The tiles are small, because the
+# matrices in tests have small and odd sizes. If rows are aligned, tiles are read through tensor
+# descriptors, as on sm_90.
 INTERPRETER = HeadConfigs(
     stats=TileConfig(16, 32, 16, 4, 1, group=2, descriptors=True, halves=True),
     stats_entropy=TileConfig(16, 32, 16, 4, 1, group=2, descriptors=True, halves=True),
@@ -212,10 +219,11 @@ ARCHITECTURES = tuple(_HALF)
 
 
 def head_configs(capability: tuple[int, int], dtype: torch.dtype) -> HeadConfigs:
-    """Return the tile shapes for a GPU: those of the newest architecture in the table that is not
-    newer than `capability`; float32 has its own shapes.
+    """Return the tile shapes for a GPU with this compute capability: those of the newest
+    architecture in the table that is not newer. There are separate shapes for float32.
 
-    sm_86 and sm_89 have 99 KiB of shared memory; the sm_80 entries need 64 KiB.
+    GPUs of sm_86 and sm_89 get the shapes of sm_80: these need 64 KiB of shared memory, and the
+    GPUs have 99 KiB.
     """
     arch = 10 * capability[0] + capability[1]
     if dtype == torch.float32:
