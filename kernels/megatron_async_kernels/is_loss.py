@@ -58,7 +58,8 @@ def is_loss(
     backend: Backend = "auto",
     check: bool = True,
 ) -> LossOutput:
-    """Compute the loss, dLoss/dlogp and metric sums of one microbatch of whole sequences.
+    """Compute the loss of one microbatch of whole sequences, its gradient with respect to the
+    log-probs, and metric sums.
 
     Args:
         inputs: the microbatch.

@@ -188,10 +188,10 @@ class _Stream:
 
 
 def divergence(log_ratio_T: torch.Tensor, name: str) -> torch.Tensor:
-    """Compute the divergence `name` of each token: k1 = -x, k2 = x^2 / 2 or k3 = exp(x) - 1 - x.
+    """Compute the divergence `name` of each token (k1 = -x, k2 = x^2 / 2 or k3 = exp(x) - 1 - x)
+    from the clamped log-ratio x of the trained policy to the policy that generated the token.
 
-    x is the token's log-prob under the trained policy minus its log-prob under the policy that
-    generated it, clamped to [-SAFETY_BOUND, SAFETY_BOUND].
+    x is `log_ratio_T`, clamped to [-SAFETY_BOUND, SAFETY_BOUND].
     """
     clamped_T = surrogates.bounded_exp(log_ratio_T)[1]
     if name == "k1":

@@ -79,7 +79,9 @@ def dlogits_kernel(
     SPEC: tl.constexpr,
 ):
     """Compute dLoss/dlogits of one tile: (1 / τ) * (a * [j = y] - p_j * (a + b * (z_j - lse + H)))
-    for column j of a row. `HeadCotangents` explains the formula and its symbols.
+    for column j of a row. τ is the temperature, y the target token, a = dLoss/dlogp and b =
+    dLoss/dH. z are the scaled logits, with probabilities p, log-sum-exp lse and entropy H.
+    `HeadCotangents` derives the formula.
 
     `weight` has the `num_columns` vocabulary rows of the shard that begin at number `first_column`.
     """

@@ -215,10 +215,11 @@ class Algorithm:
         check: bool = True,
     ) -> LossOutput:
         """Return the loss of a microbatch: the sum over its tokens of a * (l + kl_coef * q -
-        entropy_coef * H).
+        entropy_coef * H), with the token's aggregation weight a, policy loss l, KL estimate q and
+        entropy H.
 
-        Here a is a token's weight from the aggregation, l its policy loss, q its KL estimate and H
-        its entropy; see `LossConfig`.
+        The aggregation weights determine whether the loss is a mean over tokens or over sequences,
+        for instance; see `LossConfig`.
 
         Args:
             inputs: The microbatch, as `inputs` returns it.
@@ -252,11 +253,11 @@ class Algorithm:
         return correct(reported, batch, logprobs_T)[2]
 
     def log_weights(self, batch: DeviceBatch, logprobs_T: Tensor) -> Tensor:
-        """Return log w for every trained token of a minibatch. `logprobs_T` are the current
-        policy's log-probs with which its loss was computed.
+        """Return log w for every trained token of a minibatch, where w is the token's probability
+        under the current policy, divided by its probability under the policy that generated it.
 
-        w is the token's probability under the current policy, divided by its probability under the
-        policy that generated it. The result is empty for SFT.
+        `logprobs_T` are the current policy's log-probs with which the loss of the minibatch was
+        computed. The result is empty for SFT.
         """
         counted_T = (batch.loss_mask_T != 0) & (not self._is_sft)
         return (logprobs_T - batch.rollout_logprobs_T)[counted_T]
@@ -334,11 +335,10 @@ class Algorithm:
 
 
 def _with_advantages(batch: DeviceBatch, advantages_S: Tensor, scale_S: Tensor) -> DeviceBatch:
-    """Set the advantage of each token: the advantage of its sequence plus `scale_S` times the
-    additional return of its turn.
+    """Return the batch with the advantage of each token: the advantage of its sequence, plus
+    `scale_S` times the difference between the return of its turn and the reward of its sequence.
 
-    The additional return is the return of the token's turn minus the reward of its sequence; it is
-    0 without turns.
+    Without returns of turns, the difference is 0.
     """
     cu_S1, returns_T = batch.cu_seqlens_S1, batch.columns.get(TURN_RETURNS)
     advantages_T = spread(advantages_S, cu_S1)

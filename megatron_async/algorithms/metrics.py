@@ -32,8 +32,8 @@ def effective_sample_size(weight_sum: float, weight_square_sum: float, count: fl
 
 
 def finalize(metrics: LossMetrics) -> dict[str, float]:
-    """Return the metrics of one minibatch; `metrics` are its sums, merged over microbatches and
-    ranks.
+    """Return the metrics of one minibatch, computed from its sums `metrics`, which are merged over
+    microbatches and ranks.
 
     Symbols: L = log pi_theta - log pi_rollout of a token, with the trained policy pi_theta and the
     policy pi_rollout that generated the token. w = exp(clamp(L, -SAFETY_BOUND, SAFETY_BOUND)) is

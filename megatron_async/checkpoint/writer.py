@@ -214,8 +214,8 @@ class SaveJob:
         self._report(RankStatus(files, tensors))
 
     def _write_files(self) -> dict[str, TensorTally]:
-        """Write this rank's slices and random states and release their memory; return the tensors'
-        tallies.
+        """Write this rank's slices of tensors and its random states, and release the memory of the
+        slices; return the checksum and the number of elements of each tensor, over these slices.
 
         Raises:
             OSError: If a file cannot be written.

@@ -126,7 +126,8 @@ class EngineHost:
 
 @dataclass(frozen=True)
 class HostCalls:
-    """Calls to the relay in an engine's host, with a time limit; implements `RelayCalls`."""
+    """Calls, with a time limit, the `StreamRelay` in an engine's host process, which collects the
+    tokens of the engine. Implements the interface `RelayCalls`."""
 
     host: RemoteObject[EngineHost]
     engine_id: str

@@ -106,7 +106,8 @@ def reserve_port(host: str) -> socket.socket:
 def communication_environment(
     base: Mapping[str, str], *, one_machine: bool, nvls: bool
 ) -> dict[str, str]:
-    """Return the environment variables that a communicating process needs and that `base` lacks.
+    """Return the environment variables that a process needs for communication by NCCL or gloo and
+    that the inherited environment `base` lacks.
 
     Args:
         base: The environment that the process inherits.

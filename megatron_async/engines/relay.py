@@ -145,7 +145,8 @@ class StreamRelay:
             self._put(stream, ComponentFailure(f"reading a stream failed: {defect!r}"))
 
     async def _room(self, stream: int) -> None:
-        """Wait until the manager has acknowledged enough tokens of `stream` to read more."""
+        """Wait until the manager has acknowledged so many tokens of `stream` that more may be read
+        from it."""
         event = self._blocked[stream] = asyncio.Event()
         try:
             while not self._outbox.has_room(stream):

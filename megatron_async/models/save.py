@@ -1,4 +1,5 @@
-"""Writes a Hugging Face model directory from the running model, atomically and as a stream.
+"""Writes a Hugging Face model directory from the running model, one file after the other. The
+directory appears only when it is complete.
 
 Invariants
 - The directory appears completely or not at all: everything is written and synced in a temporary

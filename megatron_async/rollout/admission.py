@@ -69,8 +69,8 @@ class FilterStreak:
         self._members = self._complete_groups = 0
 
     def dropped(self, complete_groups: int) -> bool:
-        """Count a response that dynamic sampling dropped; return True exactly once in a row of
-        dropped responses: when they become one batch's worth.
+        """Count a response that dynamic sampling dropped; return True if it is the one that makes
+        the dropped responses in a row as many as a batch has.
 
         Args:
             complete_groups: Number of complete groups that wait for a batch. If the number has
@@ -135,7 +135,7 @@ class Admission:
 
     def filtered(self, complete_groups: int) -> None:
         """Count a response that dynamic sampling dropped; warn after one batch's worth of dropped
-        responses in a row, and end the run after `MAX_FILTERED_ROUNDS`.
+        responses in a row, and end the run after `MAX_FILTERED_ROUNDS` batches' worth in a row.
 
         Args:
             complete_groups: Number of complete groups that wait for a batch.
@@ -151,8 +151,8 @@ class Admission:
         self._filtered.emitted()
 
     def recovered(self, end_if_complete: Callable[[int], bool]) -> tuple[ev.RecoveredGroup, ...]:
-        """Return the groups in the store on which the current weights were not trained, in the form
-        that the scheduler needs to resume them.
+        """Return the stored groups on which the current weights were not trained, in the form that
+        the scheduler needs to resume them.
 
         Trajectories with invalid token ids or log-probs are dropped first. With `episode.resume:
         restart`, episodes that have not ended are reset to their prompt.

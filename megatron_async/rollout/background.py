@@ -49,8 +49,8 @@ class BackgroundTasks:
         return task
 
     def fail(self, failure: ComponentFailure) -> None:
-        """Record `failure` if it is the first failure of the run, and wake every caller of
-        `wait_for` with it."""
+        """Record `failure` if it is the first failure of the run, and raise it in every waiting
+        call of `wait_for`."""
         if self.failure is None:
             self.failure = failure
             self.failed.set()

@@ -126,8 +126,8 @@ class RolloutDriver:
     # ------------------------------------------------------------ start and close
 
     def start(self) -> None:
-        """Start the driver's background tasks, and hand the groups in the store on which the
-        current weights were not trained to the scheduler."""
+        """Start the driver's background tasks, and pass to the scheduler the stored groups on which
+        the current weights were not trained."""
         for work in (self._control_loop(), self._clock.run(), self._watch_engines()):
             self.background.spawn(work)
         recovered = self._admission.recovered(self._generation.end_if_complete)

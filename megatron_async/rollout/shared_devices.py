@@ -66,8 +66,8 @@ class SharedDevices:
         await self._ask([e for e in engines if e.engine_id in self._offloaded], allocate_weights)
 
     async def onload(self, engines: Iterable[EngineClient]) -> None:
-        """Allocate all device memory of offloaded engines and let them continue; the trainer must
-        use none."""
+        """Allocate all device memory of offloaded engines and let them continue. Call this only
+        when the trainer uses no device memory."""
 
         async def allocate_all(engine: EngineClient) -> None:
             await engine.resume_memory(weights_only=False)

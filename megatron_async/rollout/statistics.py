@@ -40,7 +40,7 @@ _OF_AGENTS = ("turns_replayed", "turns_abandoned", *_FORKS, "forks_answer", "for
 
 @dataclass
 class RolloutCounts:
-    """Counters of a driver's session, which only grow.
+    """Counters of one session of a driver. They only grow.
 
     Attributes:
         seconds: Reading of the clock in seconds; the times below are counted until then.
@@ -324,7 +324,7 @@ def statistics_of(
 
 
 def _of_episodes(news: RolloutCounts, view: SchedulerView) -> dict[str, float]:
-    """Return the metrics of episodes and environments since the batch before."""
+    """Return the metrics of episodes and environments since the previous batch."""
     calls = news.episodes["environment_calls"]
     agents = _OF_AGENTS if any(news.episodes[name] for name in _OF_AGENTS) else ()
     names = ("environment_calls", "environment_failures", *_OF_SESSIONS, *agents)

@@ -1,4 +1,6 @@
-"""Verifies the weights of engines after an update, by the rules of `weight_sync.verify`.
+"""Verifies the weights of engines after an update: whether each engine has the new version, the
+checksum that other engines have, and log-probs close to the trainer's. The module
+`weight_sync.verify` has the rules for these comparisons.
 
 There are two steps, because the trainer computes between them: `check_checksums` and
 `sample_tokens` call the engines, and `check_ratios` compares what the engines sampled with the
@@ -52,8 +54,8 @@ class CheckOutcome:
 
 
 class WeightChecks:
-    """Checks of the weights of one manager's engines, and the checksum and usual difference that
-    are remembered across updates."""
+    """Checks of the weights of one manager's engines. It remembers, across updates, the checksum on
+    which engines agreed, and how much their log-probs usually differ from the trainer's."""
 
     def __init__(self, config: RunConfig, prompts: Callable[[], Sequence[IntArray]]) -> None:
         """Set up the checks of a run.

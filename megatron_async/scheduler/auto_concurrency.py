@@ -271,8 +271,8 @@ def taken(state: AutoConcurrency, at_seconds: float, batched_tokens: int) -> Aut
 
 
 def _measured(state: AutoConcurrency, rate: float) -> AutoConcurrency:
-    """Compare `rate`, the tokens per second that a complete window measured at the current N', with
-    the best known rate, and choose the next N'."""
+    """Compare `rate`, the trained tokens per second that were measured at the current N', with the
+    best known rate, and choose the next N' (the largest number of requests in flight)."""
     if not state.best:
         return _trial(replace(state, best=state.limit, best_rate=rate))
     if state.limit == state.best:
@@ -290,16 +290,18 @@ def _measured(state: AutoConcurrency, rate: float) -> AutoConcurrency:
 
 
 def _refuse(state: AutoConcurrency) -> AutoConcurrency:
-    """Reject the last trial, because it does not pay. After a doubling, choose a step of sqrt(2) as
-    the next trial; after that, the opposite direction."""
+    """Reject the last tried N' (the largest number of requests in flight), because its rate of
+    trained tokens is too low or the limits do not allow it. After a doubling, the next step is the
+    factor sqrt(2); after a factor of sqrt(2), it is the opposite direction."""
     if abs(state.step) == COARSE:
         return replace(state, step=FINE)
     return replace(state, step=-state.step, refused=state.refused + 1)
 
 
 def _trial(state: AutoConcurrency) -> AutoConcurrency:
-    """Start a window at the next N' to try. If both directions were rejected, start a window at the
-    best N', where N' stays for `REST_WINDOWS` windows."""
+    """Set N', the largest number of requests in flight, to the next value to try, and start to
+    measure its rate of trained tokens. If neither a larger nor a smaller value is left to try,
+    return to the best N' and keep it for `REST_WINDOWS` measurements."""
     while state.refused < 2:
         wanted = _reachable(state, state.best * 2.0**state.step)
         factor = wanted / state.best
@@ -312,8 +314,9 @@ def _trial(state: AutoConcurrency) -> AutoConcurrency:
 
 
 def _reachable(state: AutoConcurrency, wanted: float) -> float:
-    """Return the N' nearest to `wanted` that all limits allow. The result is above `best` only if
-    the requests in flight have almost reached N' in the current window."""
+    """Return the value nearest to `wanted` that all limits allow for N', the largest number of
+    requests in flight. The result is above the best known N' only if almost N' requests were in
+    flight at some time since the current measurement began."""
     window = state.window
     if wanted > state.best:
         if window.busiest < SATURATED * state.limit:
@@ -327,8 +330,9 @@ def _reachable(state: AutoConcurrency, wanted: float) -> float:
 
 
 def _over(state: AutoConcurrency) -> AutoConcurrency:
-    """Lower N' after too many preemptions: to the best known N' if that is smaller, otherwise by
-    the factor `BACK_OFF`. The old N' becomes the ceiling."""
+    """Lower N', the largest number of requests in flight, after too many preemptions: to the best
+    known N' if that is smaller, otherwise by the factor `BACK_OFF`. The old N' becomes the ceiling,
+    which later values stay below."""
     lower = math.floor(BACK_OFF * state.limit)
     state = replace(state, ceiling=float(state.limit), refused=0, step=-FINE)
     if state.best and state.best < state.limit:
@@ -337,8 +341,8 @@ def _over(state: AutoConcurrency) -> AutoConcurrency:
 
 
 def _at(state: AutoConcurrency, wanted: float) -> AutoConcurrency:
-    """Start a new window with N' = `wanted`, or with the nearest N' that `floor` and `cap`
-    allow."""
+    """Set N', the largest number of requests in flight, to `wanted` or to the nearest value that
+    `floor` and `cap` allow, and start a new measurement."""
     limit, before = _clamp(state, wanted), state.limit
     if limit == before:
         left = state.window

@@ -107,8 +107,8 @@ class EngineUp(Message, frozen=True):
 
 
 class EnginesUp(Message, frozen=True):
-    """Several engines have come up at once, so that waiting trajectories are spread over all of
-    them."""
+    """Several engines have come up. One event reports them all, so that waiting trajectories are
+    spread over all of them instead of filling the first."""
 
     engines: tuple[EngineUp, ...]
 
@@ -226,8 +226,8 @@ class RewardReady(Message, frozen=True):
 
 
 class EngineLoad(Message, frozen=True):
-    """A load report of an engine: share of its KV cache in use (0 to 1), preemptions since its last
-    report."""
+    """A load report of an engine: the share of its KV cache in use (0 to 1), and the number of
+    preemptions since its last report."""
 
     engine_id: str
     kv_usage: float

@@ -65,7 +65,8 @@ MAX_BYTES = 512 << 20
 
 
 class Raised(ev.Message, frozen=True):
-    """Recorded instead of actions if the scheduler raised an exception; `error` is its `repr`."""
+    """Entry that a record has instead of actions if the scheduler raised an exception; `error` is
+    the exception's `repr`."""
 
     error: str
 
@@ -178,7 +179,8 @@ def record_files(directory: Path) -> dict[RecordKey, Path]:
 
 
 class RecordFiles:
-    """The files of one record: names the next file, and removes files that are no longer needed."""
+    """Manages the files of one record: it names the next file, and removes files that are no longer
+    needed."""
 
     def __init__(self, directory: Path, lineage: int, *, keep_steps: int, most_bytes: int) -> None:
         earlier = [key.lost for key in record_files(directory) if key.lineage == lineage]

@@ -52,7 +52,8 @@ unbatched, so that a batch is chosen as late as possible."""
 
 
 class Scheduler:
-    """The state machine of every schedule: `step` handles one event, `view` returns counts."""
+    """State machine that implements all schedules. `step` handles one event and returns the actions
+    to carry out; `view` returns counts of the current state."""
 
     def __init__(self, config: ScheduleConfig, *, first_step: int, version: PolicyVersion) -> None:
         """Create a scheduler without engines and groups.
@@ -306,8 +307,9 @@ class Scheduler:
     # ------------------------------------------------------------ submitting
 
     def _fill(self, out: Actions) -> None:
-        """Submit trajectories until N' requests are in flight: first partial trajectories, then
-        members of started groups, then of new groups. If they do not suffice, request prompts."""
+        """Submit trajectories until the largest allowed number of requests is in flight: first
+        partial trajectories, then members of started groups, then members of new groups. If there
+        are too few trajectories, request prompts."""
         born_stale = self._version.number < self._life.lag.floor
         if self._awaits_version or born_stale or self._gate.closed:
             return
@@ -350,8 +352,8 @@ class Scheduler:
         return max(self.config.group_size, limit)
 
     def _free_slots(self) -> int:
-        """Return the number of requests that may be submitted now, by N' and by the engines' own
-        limits."""
+        """Return how many requests may be submitted now. Two limits apply: the largest allowed
+        number of requests in flight (`concurrency`), and the engines' own limits."""
         free = self.concurrency - self._fleet.in_flight
         if free <= 0:
             return 0

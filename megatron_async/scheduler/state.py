@@ -26,7 +26,7 @@ class DeferredAction(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class EngineEntry:
-    """An engine that is up.
+    """The scheduler's entry for an engine that is up.
 
     Attributes:
         index: Position of the engine in the order in which engines came up; it decides between
@@ -54,7 +54,7 @@ class EngineEntry:
 
 @dataclass(slots=True, eq=False)
 class TrajectoryEntry:
-    """A trajectory that is neither batched nor dropped.
+    """The scheduler's entry for a trajectory that is neither batched nor dropped.
 
     Attributes:
         tokens: Number of tokens that the policy has generated.
@@ -121,7 +121,8 @@ class TrajectoryEntry:
 
 @dataclass(slots=True, eq=False)
 class GroupEntry:
-    """The trajectories of one prompt that are neither batched nor dropped.
+    """The scheduler's entry for a group: the trajectories of one prompt, which are neither batched
+    nor dropped.
 
     Attributes:
         order: Position in the order in which groups were started; -1 if the group is not started

@@ -47,7 +47,8 @@ class UpdateGate:
         self._number = number
 
     def ready(self, in_flight: int) -> list[Action]:
-        """Return the actions that start the transfer, or none if it may not start now.
+        """Return the actions that start the requested transfer of weights, or none if it may not
+        start now.
 
         `in_flight` is the number of running requests.
         """

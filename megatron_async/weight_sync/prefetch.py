@@ -1,4 +1,4 @@
-"""Receives the next bucket while an engine loads the current one (`weights.transport:
+"""Receives the next bucket of weights while an engine loads the current one (`weights.transport:
 distributed`).
 
 This module runs in the engine. A bucket is a set of tensors that are sent together. SGLang receives

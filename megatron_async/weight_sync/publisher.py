@@ -1,5 +1,5 @@
-"""Publishes a policy version: exports the weights and sends them, as one call on every trainer
-rank.
+"""Publishes a policy version: exports the weights and sends them to the engines, by one call that
+every trainer rank makes.
 
 Only some ranks, the leaders, send weights. With engines on separate GPUs, each pipeline stage of
 the trainer has one leader, and the leaders send one after the other. With engines on the trainer's
@@ -74,7 +74,7 @@ _HELD_BUCKETS = 3
 def make_sender(
     settings: WeightsConfig, engines: EngineConfig, device: torch.device, directory: Path
 ) -> WeightSender:
-    """Create the sender for `weights.transport`.
+    """Create the sender of the transport that `weights.transport` names.
 
     Args:
         settings: Settings of the weight exchange.
@@ -204,7 +204,7 @@ class _Outcome:
 
 
 class WeightPublisher:
-    """Sends the policy of this trainer to engines.
+    """Sends the weights of this trainer's policy to engines.
 
     `report` is the report of the newest transfer, over all pipeline stages; it is set only on ranks
     that send weights.

@@ -63,7 +63,8 @@ class StageOrder:
     last = True
 
     def take(self) -> StageToken:
-        """Wait for the token of the previous stage, and return it.
+        """Wait until the previous stage has sent and passes its token on; return the token, which
+        reports what all earlier stages have sent.
 
         Raises:
             EarlierStageFailed: If an earlier stage has failed.
@@ -71,4 +72,4 @@ class StageOrder:
         return StageToken()
 
     def hand_on(self, token: StageToken) -> None:
-        """Pass the token to the next stage; does nothing in the last stage."""
+        """Pass `token` to the next stage, so that it may send; does nothing in the last stage."""

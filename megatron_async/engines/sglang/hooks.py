@@ -31,7 +31,8 @@ _FREEZE = "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup"
 
 
 def register_hooks(hooks: Sequence[Hook]) -> None:
-    """Register hooks in this process.
+    """Register hooks in SGLang's registry in this process, so that SGLang calls them before, after
+    or around its own functions.
 
     Raises:
         RuntimeError: If SGLang lacks one of the functions to be hooked.

@@ -30,12 +30,14 @@ def _version() -> str:
 
 
 def before_queue(scheduler: Any, req: Any, is_retracted: bool = False) -> None:
-    """Hook before a request enters the scheduler's queue: set its salt to the current version."""
+    """Hook before a request enters the scheduler's queue: set its `cache_salt` to the current
+    version, because SGLang reuses KV only between requests with the same salt."""
     req.cache_salt = _version()
 
 
 def after_change(result: Any, scheduler: Any, new_version: str | None) -> None:
-    """Hook after a change of weights: set the salt of all waiting requests to the new version,
-    because no KV was computed for them with the old weights."""
+    """Hook after a change of weights: set the `cache_salt` of all waiting requests to the new
+    version. They can then reuse only KV that the new weights have computed; no KV was computed for
+    them with the old weights."""
     for req in scheduler.waiting_queue:
         req.cache_salt = _version()

@@ -30,7 +30,8 @@ PATH = "/receive_weights"
 
 
 def answer(receiver: WeightReceiver, body: dict[str, Any]) -> tuple[HTTPStatus, dict[str, Any]]:
-    """Return the endpoint's status and reply to a call with `body`."""
+    """Let `receiver` build the complete weights that `body` names; return the HTTP status and the
+    reply of the endpoint `/receive_weights`."""
     try:
         received = receiver.receive(
             Path(str(body["directory"])), str(body["version"]), full=bool(body["full"])

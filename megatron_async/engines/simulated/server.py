@@ -86,7 +86,8 @@ def digest_of_files(directory: Path) -> str:
 
 
 class SimulatedServer:
-    """The HTTP endpoints of a simulated engine; `application` returns them for aiohttp."""
+    """HTTP endpoints of a simulated engine. `application` returns an aiohttp application with
+    them."""
 
     def __init__(
         self, engine: SimulatedEngine, names: Iterable[str], version: PolicyVersion, api_key: str

@@ -120,8 +120,8 @@ class Transfer:
         self._last_lap = now
 
     def turn(self) -> Mapping[str, Any]:
-        """Wait until the previous stages have sent their layers; return the manifest entries of the
-        files that they have written (empty for transports without files)."""
+        """Wait until the previous pipeline stages have sent their layers; return the manifest
+        entries of the files that they have written (empty for transports without files)."""
         if self._before is None:
             self._asked = True
             self._before = before = self._order.take()
@@ -265,7 +265,8 @@ class WeightSender(abc.ABC):
         stage. The last bucket of the last stage announces the version to the engines."""
 
     def _begin_session(self, transfer: Transfer) -> None:
-        """Wait for the previous stages; in the first stage, open an update session on every engine.
+        """Wait until the previous pipeline stages have sent; in the first stage, open an update
+        session on every engine.
 
         An update session tells an engine that calls with weights follow. If a failed update has
         left a session open, it is closed first.

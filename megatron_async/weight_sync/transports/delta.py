@@ -80,8 +80,9 @@ class _StageWriter(ShardWriter):
         self.files: dict[str, ShardRecord] | None = None if base is None else {}
 
     def write(self, bucket: Bucket) -> tuple[str, bytes]:
-        """Write a bucket as the next shard, and its difference from the base if possible; return
-        the shard's name and content."""
+        """Write a bucket of tensors as the next shard (a safetensors file), and if possible the
+        difference from the same file of the previous version; return the shard's name and
+        content."""
         name, data = super().write(rounded(bucket))
         if self.files is not None and self._base is not None:
             difference = _difference(self._base / name, data)
@@ -118,7 +119,8 @@ def _difference(base: Path, data: bytes) -> bytes | None:
 
 
 class DeltaSender(DiskSender):
-    """Implements `weights.transport: delta`."""
+    """Writes complete weights and their differences from the previous version, and lets each engine
+    read one of the two (`weights.transport: delta`)."""
 
     def __init__(self, settings: WeightsConfig, engines: EngineConfig, directory: Path) -> None:
         super().__init__(settings, engines, directory)
@@ -201,7 +203,8 @@ class DeltaSender(DiskSender):
     def _receive(
         self, indices: Sequence[int], transfer: Transfer, *, full: bool
     ) -> dict[int, dict[str, Any]]:
-        """Call the receivers of some engines; return their replies by the index of the engine.
+        """Let some engines read the published version onto their own machines; return their replies
+        by the index of the engine.
 
         With `full` false, engines that reply that they need the whole version are left out.
 

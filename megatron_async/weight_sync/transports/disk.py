@@ -40,7 +40,8 @@ class ShardWriter:
         self.owners: dict[str, str] = {}
 
     def write(self, bucket: Bucket) -> tuple[str, bytes]:
-        """Write a bucket as the next shard; return the shard's name and content."""
+        """Write a bucket of tensors as the next shard (a safetensors file); return the file's name
+        and content."""
         name = f"model-{self._stage:02d}-{len(self.shards) + 1:05d}.safetensors"
         data = serialize(bucket)
         self.shards[name] = self._target.add(name, data)
@@ -72,7 +73,8 @@ class ShardWriter:
 
 
 class DiskSender(WeightSender):
-    """Implements `weights.transport: disk`."""
+    """Writes weights to a directory that trainer and engines share, and lets the engines load it
+    (`weights.transport: disk`)."""
 
     def __init__(self, settings: WeightsConfig, engines: EngineConfig, directory: Path) -> None:
         super().__init__(settings, engines)

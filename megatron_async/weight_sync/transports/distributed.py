@@ -175,7 +175,8 @@ class _Link:
 
 
 class DistributedSender(WeightSender):
-    """Implements `weights.transport: distributed`."""
+    """Sends weights to engines by broadcasts over a process group (`weights.transport:
+    distributed`)."""
 
     def __init__(
         self, settings: WeightsConfig, engines: EngineConfig, device: torch.device

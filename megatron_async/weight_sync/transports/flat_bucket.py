@@ -1,5 +1,5 @@
-"""Packs the tensors of a bucket into one byte tensor, in the format of SGLang's
-`flattened_bucket`."""
+"""Packs the tensors of a bucket (a set of tensors that are sent together) into one byte tensor, in
+the format of SGLang's `flattened_bucket`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

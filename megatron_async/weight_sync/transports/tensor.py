@@ -110,7 +110,8 @@ def serialize(flat: FlatBucket) -> str:
 
 
 class TensorSender(WeightSender):
-    """Implements `weights.transport: tensor`."""
+    """Sends weights by HTTP calls to engines on the same host, as values or as CUDA IPC handles
+    (`weights.transport: tensor`)."""
 
     def __init__(
         self, settings: WeightsConfig, engines: EngineConfig, device: torch.device
