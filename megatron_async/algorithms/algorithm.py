@@ -234,7 +234,7 @@ class Algorithm:
 
     def correction_metrics(self, batch: DeviceBatch, logprobs_T: Tensor) -> dict[str, float]:
         """Return the `rollout_corr/` metrics of a minibatch in bypass mode. `logprobs_T` are the
-        current policy's log-probs with which its loss was computed.
+        current policy's log-probs with which the loss of the minibatch was computed.
 
         In decoupled mode `prepare` returns them. The result is empty for SFT and for a minibatch
         without trained tokens.

@@ -29,7 +29,8 @@ from megatron_async.trajectory.batch import TokenBatch
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device | str) -> Tensor:
-    """Copy an array to `device` as a new tensor; the arrays of a batch may be read-only."""
+    """Copy an array to `device` as a new tensor. The tensor shares no memory with the array,
+    because the arrays of a batch may be read-only."""
     tensor, target = torch.tensor(array), torch.device(device)
     return (tensor.pin_memory() if target.type == "cuda" else tensor).to(target, non_blocking=True)
 

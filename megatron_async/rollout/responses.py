@@ -193,7 +193,7 @@ class EnginePool:
         slots: int = IN_FLIGHT_PER_ENGINE,
         failed: Callable[[EngineClient, EngineError], Awaitable[None]] | None = None,
     ) -> None:
-        """Create a pool that lets requests run.
+        """Create a pool that is not suspended.
 
         Args:
             serving: Function that returns the engines that may be used now.

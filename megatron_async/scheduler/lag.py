@@ -76,7 +76,8 @@ class LagLedger:
 
     def may_emit(self, complete: Callable[[int], int]) -> bool:
         """Return whether the oldest complete groups may be emitted as the next batch now. The
-        result is False if that would make other groups too old which waiting would save.
+        result is False if other groups would then become too old for their batches, although they
+        would not if this batch waited until older groups are complete.
 
         Args:
             complete: Function that returns, for a policy number, how many complete groups have an
