@@ -62,8 +62,8 @@ class TokenChunk:
         end: Why the stream has ended, set in the last chunk of a stream; otherwise None.
         queued_seconds: In the first chunk, how long the request has waited in the engine's queue; 0
             if unknown.
-        columns: Further arrays with one entry for each token that the engine reports, such as the
-            experts to which it was routed.
+        columns: Further arrays that the engine reports for the tokens, with one entry for each
+            token (`trajectory/columns.py`), for instance the experts to which it was routed.
     """
 
     token_ids: IntArray
@@ -79,7 +79,7 @@ class EngineStatus:
     """A load report of one engine.
 
     Attributes:
-        kv_usage: Share of the KV cache in use, 0 to 1.
+        kv_usage: Share of the KV cache in use; 1 means that it is full.
         preemptions_total: Number of preempted requests since the engine's start.
     """
 

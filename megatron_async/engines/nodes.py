@@ -11,8 +11,8 @@ Invariants
 - The network interface for connections between processes is named explicitly: the loopback
   interface on one machine, otherwise the interface by which other nodes reach this one. Without
   that, gloo would use the address that the host name resolves to, often 127.0.1.1.
-- Environment variables that the user has set are kept. All processes inherit them, so they are
-  equal everywhere.
+- Communication settings that the user has set in the environment are kept. All processes inherit
+  them, so they are equal everywhere.
 """
 
 import os
@@ -34,8 +34,9 @@ NODE_HOST: Final = "node"
 LOOPBACK: Final = "127.0.0.1"
 # Address of all interfaces, on which Ray's head process and torch's TCP store listen.
 _EVERY_INTERFACE: Final = "0.0.0.0"
-# Set for all processes, because SGLang sets these two variables to 0 for its servers unless they
-# are set (`_set_envs_and_config`), and trainer ranks need the same values.
+# NCCL settings of all processes; `communication_environment` adds NCCL_NVLS_ENABLE. Unless
+# NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE are set, SGLang sets both to 0 for its servers
+# (`_set_envs_and_config`), and trainer ranks need the same values as the servers.
 _NCCL: Final = {
     "NCCL_CUMEM_ENABLE": "0",
     "NCCL_DEBUG": "WARN",

@@ -8,8 +8,8 @@ other calls go directly to the engine's server.
 Invariants
 - A stream is only read while less than a chunk (`CHUNK_TOKENS`) of its tokens is unacknowledged.
   The consumer of a stream acknowledges tokens by requesting more, which it does only after the
-  store has committed them. So a stream loses at most one chunk if the host dies, and a slow disk
-  slows down the engines instead of filling the memory.
+  store has committed them. So a stream loses at most about one chunk if the host dies, and a slow
+  disk slows down the engines instead of filling the memory.
 - An abort is processed before more tokens are read. After an abort, aborted streams are read to
   their ends without waiting for acknowledgments. Few tokens remain, because the engine generates no
   more for them.
@@ -53,8 +53,8 @@ _MAX_STREAMS = 1024
 _ITEMS_IN_A_TURN = 64
 _MAX_STARTED = 256  # Largest number of requests that one call starts.
 _NEWS_SECONDS = 5.0
-# Longest wait of `report` for news. It is short if tokens are unacknowledged: a stream that reached
-# its limit waits for an acknowledgment, which comes with the next call of `report`.
+# Longest wait of `report` for news while tokens are unacknowledged. It is short, because a stream
+# that reached its limit waits for an acknowledgment, which comes with the next call of `report`.
 _NEWS_SECONDS_UNACKNOWLEDGED = 0.05
 
 Started = tuple[int, GenerationRequest]
@@ -335,7 +335,7 @@ class RelayedEngine(ForwardingClient):
                     if number % _ITEMS_IN_A_TURN == 0:
                         await asyncio.sleep(0)
                 await asyncio.sleep(0)
-            # A full report shows that the relay has more to report, so request the next report
+            # The relay probably has more to report if a report is full, so request the next report
             # without a pause.
             if len(report.runs_R7) < _MAX_STREAMS:
                 await self._pause()

@@ -6,8 +6,9 @@ into an `Outbox`. A `TokenReport` with the items is sent to the rollout manager 
 module itself uses no process and no clock.
 
 Invariants
-- Every item that is put in comes out once, and the items of a stream come out in order. The end of
-  a stream is part of the span with its last tokens, so it never arrives later than they do.
+- Every item that is put in comes out once, and the items of a stream come out in order. The items
+  of a stream in a report are joined to one span for each policy version, and the stream's end to
+  the last span, so that the end does not come later than tokens in the same report.
 - An item of a stream is added only while fewer than `chunk_tokens` of the stream's tokens are
   unacknowledged, so that a kill of the process loses at most about one chunk of it. A stream that
   was aborted has no such limit, because the engine generates no more tokens for it.
@@ -44,7 +45,7 @@ class TokenReport:
         runs_R7: Seven integers for each of R spans: number of the stream, number of tokens, lineage
             and number of the policy version, end, index of the span's columns in `tokens`, and
             microseconds in the engine's queue. An end below `len(_ENDS)` is an index into `_ENDS`.
-            A larger end, minus `len(_ENDS)`, is an index into `_FAILURES`; the texts of the
+            Any other end, minus `len(_ENDS)`, is an index into `_FAILURES`; the texts of the
             failures are in `messages` in the same order.
         tokens: One entry for each set of columns with the same types: the joined columns of all
             spans that have these types.

@@ -11,8 +11,8 @@
 - prefix: separates cached prompt prefixes of different policy versions.
 - weight_updater: receives the next bucket of weights (tensors that are sent together) while one is
   loaded.
-- receiver: an HTTP endpoint that builds complete weights on the engine's machine from published
-  differences.
+- receiver: an HTTP endpoint that builds the complete weights of a published version on the
+  engine's machine, from its differences to the previous version or from a whole copy.
 - models: SGLang's classes for the supported model families, found without importing all others.
 - cpu, attention, sampling: what SGLang needs to run on a CPU without `sgl-kernel`.
 """

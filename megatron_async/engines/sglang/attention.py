@@ -85,7 +85,7 @@ def decode_in_blocks(
 ) -> torch.Tensor:
     """Run `batched_decode_attention` for one block of requests of similar length after another;
     write the result to `output_SHE` and return it. A block has at most `block_bytes` of gathered
-    keys."""
+    keys, or a single request."""
     block_tokens = block_bytes // k_cache_PKD[0].nbytes
     longest = int(lengths_S.max())
     if len(lengths_S) * longest <= block_tokens:

@@ -6,8 +6,8 @@ Invariants
   after it was validated (stream_validation.py).
 - Request ids that are sent to SGLang are never reused, and none is a prefix of another. SGLang
   aborts every request whose id *starts with* the given one, so aborting "7" would end "71" too. Two
-  seconds after a stream was closed, SGLang aborts its id once more, which would end a newer request
-  with the same id.
+  seconds after the end of a stream, SGLang aborts its id again, which would end a newer request
+  with the same id, for instance one that resumes the response.
 - An abort of a request that has returned no tokens is repeated until its stream has ended, because
   SGLang forgets an abort that arrives before its request. For a request that has returned tokens,
   one abort to which SGLang has replied is enough.

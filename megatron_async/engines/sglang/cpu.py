@@ -1,9 +1,9 @@
 """Provides stand-ins with which SGLang runs on CPUs that no `sgl-kernel` wheel supports (without
 AMX).
 
-SGLang imports GPU packages at module level that its CPU code never calls. If such a package is
-missing, an importable stand-in replaces it. Some small functions of such packages are called by
-SGLang's CPU code; they are implemented here.
+SGLang imports GPU packages at module level, of which its CPU code calls only a few small functions.
+If such a package is missing, an importable stand-in replaces it. The functions that are called are
+implemented here.
 
 Invariants
 - Only packages that are not installed are replaced.

@@ -8,7 +8,7 @@
   and so never uses the process. The hook does not start it.
 - Forked schedulers: SGLang spawns its scheduler processes, each of which imports all of SGLang
   again. On CPU the hook forks them from the HTTP process instead, which has imported everything and
-  has no threads at work yet. (With CUDA that is impossible.) Objects that exist before the fork are
+  runs nothing yet. (CUDA forbids that.) Objects that exist before the fork are
   excluded from garbage collection. SGLang would request that later itself by a call to its own
   server, which without a warm-up comes before the server listens and logs an error; another hook
   suppresses it.

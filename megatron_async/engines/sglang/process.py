@@ -1,5 +1,5 @@
-"""Starts, watches and ends one SGLang server process, or a simulated one (`engines.kind:
-simulated`).
+"""Starts, watches and ends one SGLang server process, or, with `engines.kind: simulated`, a
+simulated one.
 
     server = SGLangProcess(model_dir, EngineConfig(), log_path=run_dir / "engine0.log")
     server.start()          # returns when the server answers, or raises ComponentFailure
@@ -192,10 +192,10 @@ def server_environment(
         # running request was measured to fall from 150 to 8 tokens/s.
         environment["OMP_NUM_THREADS"] = "1"
         environment["CUDA_VISIBLE_DEVICES"] = ""
-        # Number of response tokens for which SGLang reserves space in the KV cache when it starts a
-        # request; its default is 4096. With 256, 96 requests of up to 1,900 tokens run at once in
-        # 65,536 KV tokens, instead of 34. If responses fill the cache, SGLang moves some requests
-        # back to its queue.
+        # Largest number of response tokens for which SGLang reserves space in the KV cache when it
+        # starts a request; its default is 4096. With 256, 96 requests of up to 1,900 tokens run at
+        # once in 65,536 KV tokens, instead of 34. If responses fill the cache, SGLang moves some
+        # requests back to its queue.
         environment.setdefault("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "256")
         if settings.tensor > 1:
             cores = [str(core % (os.cpu_count() or 1)) for core in range(settings.tensor)]
@@ -341,8 +341,8 @@ class SGLangProcess:
                 call(address, "GET", "health", None, _HEALTH_SECONDS, self.settings.api_key)
                 self._url = url
                 return
-            # A SGLang server whose port is taken may continue to run without ever listening. Report
-            # that now instead of waiting for the time limit.
+            # An SGLang server whose port is taken may continue to run without ever listening.
+            # Report that now instead of waiting for the time limit.
             if _port_taken(server):
                 raise ComponentFailure(
                     f"another process has taken the port of the inference server{server.why()}"

@@ -4,8 +4,8 @@ the previous version.
 
     POST /receive_weights {"directory", "version", "full"}
         200 {"path", "bytes"}   the complete version is in the directory `path`, not loaded yet
-        409                     the previous version is missing: call again with "full": true
-        400                     the complete version cannot be built
+        409                     the differences cannot be used: call again with "full": true
+        400                     the complete version cannot be built, or a field is missing
 
 Like all endpoints, it requires the server's API key. The weight transport `delta` calls it and then
 lets SGLang load the weights from `path`.

@@ -9,7 +9,7 @@ forked process inherits them.
   products on AMD processors, faster sampling (sampling.py).
 - Every streamed chunk has the version of each of its tokens (`meta_info.weight_versions`). SGLang
   itself reports them only in the last chunk, so it would be unknown which version made the tokens
-  around a weight update until then.
+  around a weight update until then. A hook calls SGLang's own function for these versions earlier.
 - `POST /receive_weights` builds the complete weights of a published version on this machine, from
   their differences to the previous version or from a whole copy (receiver.py).
 - While a bucket of weights (tensors that are broadcast together) is loaded, the next bucket is

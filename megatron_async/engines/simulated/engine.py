@@ -13,8 +13,8 @@ Invariants
 - All running requests advance together, one token per step of `seconds_per_step(running)`.
 - A full KV cache moves the newest running requests back to the queue. Only that counts as a
   preemption; a `retract` pause does not, as in SGLang.
-- An abort of a running request takes effect at the next decode step. While the engine is paused in
-  place there is no step, so the request ends when the engine continues.
+- An abort ends a request at once. Only a request that runs while the engine is paused in place ends
+  later, when the engine continues.
 - After `crash` every call and every stream raises EngineError, until `restart`.
 """
 
@@ -43,10 +43,9 @@ class SimulatedEngineModel:
     """Behavior of a simulated engine: its vocabulary, lengths and speed.
 
     A step takes `step_seconds` plus `seconds_per_request` times the number of running requests.
-    Without `ignore_eos`, each token after the first ends the response with probability 1 /
-    `mean_length`. `columns` are the dtypes of further values that the engine reports for each
-    token, so that their transport can be tested; every byte of such a value equals the lowest byte
-    of the token's id.
+    Without `ignore_eos`, each token ends the response with probability 1 / `mean_length`. `columns`
+    are the dtypes of further values that the engine reports for each token, so that their transport
+    can be tested; every byte of such a value equals the lowest byte of the token's id.
     """
 
     vocab_size: int = 128
@@ -292,8 +291,8 @@ class SimulatedEngine:
             self._running[name] = self._queued.pop(name)
 
     def _preempt(self) -> None:
-        """Move the newest running requests back to the queue until the tokens of the next decode
-        step fit into the KV cache.
+        """Move the newest running requests back to the queue until the others fit into the KV
+        cache.
 
         The oldest running request always continues, even if it does not fit.
         """

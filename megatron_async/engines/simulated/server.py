@@ -199,7 +199,7 @@ class SimulatedServer:
         body = await request.json()
         if body.get("abort_all"):
             await self._engine.abort([*self._running])
-        # Like SGLang, ignore unknown ids, and abort every request whose id starts with a known id.
+        # Like SGLang, ignore an unknown id; with a known id, abort all that start with it.
         elif body["rid"] in self._running:
             prefix = str(body["rid"])
             await self._engine.abort([name for name in self._running if name.startswith(prefix)])
