@@ -25,6 +25,6 @@ def after_queue(result: Any, scheduler: Any, req: Any, is_retracted: bool = Fals
     waiting = scheduler.waiting_queue
     if req.priority == URGENT and waiting and waiting[-1] is req:
         waiting.insert(0, waiting.pop())
-        # The flag says that the request that was first in the queue did not fit into the KV cache.
+        # The flag says that the request that was first in the queue did not fit into the batch.
         # Reset it, because the new first request may be shorter.
         scheduler.running_batch.batch_is_full = False
