@@ -3,9 +3,9 @@
 Invariants
 - Rank r trains on the r-th GPU of the machine. Engine e uses the GPUs e * t to e * t + t - 1, where
   t is `engines.tensor`; its tensor-parallel rank j is on GPU e * t + j.
-- So each tensor-parallel rank of an engine shares its GPU with one trainer rank, which sends the
-  weights to it. The weights are passed as handles of CUDA memory. Only a process that sees the GPU
-  can open such a handle, and an engine sees only its own GPUs.
+- So each tensor-parallel rank of an engine shares its GPU with one trainer rank, and gets the
+  weights from the memory of that rank. They are passed as handles of CUDA memory. Only a process
+  that sees the GPU can open such a handle, and an engine sees only its own GPUs.
 """
 
 

@@ -1,11 +1,11 @@
-"""Receives the next bucket of weights while an engine loads the current one (`weights.transport:
-distributed`).
+"""Receives the next bucket of weights while an engine loads the current one.
 
-This module runs in the engine. A bucket is a set of tensors that are sent together. SGLang receives
-a bucket, loads it, and only then receives the next one, so the network is idle while it loads. Here
-the announcement of a bucket also contains the size of the bucket after it, in the field
-`load_format`, the only field that SGLang passes on unchanged. So the receive of the next bucket can
-be posted (started, without waiting for its data) before the current bucket is loaded.
+This module runs in the engine, with `weights.transport: distributed`. A bucket is a set of tensors
+that are sent together. SGLang receives a bucket, loads it, and only then receives the next one, so
+the network is idle while it loads. Here the announcement of a bucket also contains the size of the
+bucket after it, in the field `load_format`, the only field that SGLang passes on unchanged. So the
+receive of the next bucket can be posted (started, without waiting for its data) before the current
+bucket is loaded.
 
 Invariants
 - The receives of a group are posted in the order in which its sender broadcasts, and at most one

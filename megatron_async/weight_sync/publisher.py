@@ -65,8 +65,8 @@ from megatron_async.weight_sync.transports.tensor import (
 )
 
 _MIB = 1 << 20
-# Seconds that are added to the time limit of an update for messages between leaders and for
-# connecting to engines.
+# Seconds that are added to the longest time of an attempt to send weights, for messages between
+# leaders and for connecting to healthy engines. The sum is the time limit of the gloo groups.
 _SLACK_SECONDS = 60.0
 _HELD_BUCKETS = 3
 
@@ -271,7 +271,7 @@ class WeightPublisher:
 
     def settle(self) -> None:
         """Remove versions that earlier processes have written to the directory. Call this once an
-        update is verified, because engines may have loaded the old versions until then."""
+        update is verified."""
         if isinstance(self._sender, DiskSender):
             self._sender.settle()
         elif self._sender is not None:
@@ -328,11 +328,12 @@ class WeightPublisher:
             yield bucket if shared is None else self._held[-1]
 
     def _connect(self, sender: WeightSender, engines: Sequence[EngineAddress]) -> None:
-        """Wait until the previous leader has connected, and then connect the sender to `engines`;
-        if `engines` is empty, disconnect it.
+        """Wait for this sender's turn, and then connect the sender to `engines`; if `engines` is
+        empty, disconnect it.
 
-        The leaders connect one after the other, because an engine can join only one group at a
-        time, and all engines must join the groups in the same order.
+        The leaders of pipeline stages connect one after the other, because an engine can join only
+        one group at a time, and all engines must join the groups in the same order. Leaders of
+        engines on the trainer's own GPUs do not wait.
         """
         self._order.take()
         token = StageToken(failed=True)

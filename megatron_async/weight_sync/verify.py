@@ -136,7 +136,7 @@ class LoadedVersion:
 
 def agreed_checksum(reports: Sequence[LoadedVersion], version: PolicyVersion) -> str | None:
     """Return the most common checksum among engines that report `version`; None if two checksums
-    are the most common."""
+    are equally common, or if no engine reports `version`."""
     counts = Counter(held.checksum for held in reports if held.version == version).most_common(2)
     clear = len(counts) == 1 or (len(counts) == 2 and counts[0][1] > counts[1][1])
     return counts[0][0] if clear else None

@@ -67,8 +67,8 @@ class VersionManifest:
 
     @property
     def digest(self) -> str:
-        """Digest of the records of all shards. Two versions with the same digest have the same
-        shards, bit for bit."""
+        """Digest of the names and checksums of all shards. Two versions with the same digest have
+        the same shards, bit for bit."""
         return _sha256({name: shard.sha256 for name, shard in self.shards.items()})
 
     def to_json(self) -> bytes:

@@ -62,7 +62,7 @@ class TransferReport:
         buckets: Number of buckets, which are tensors that are sent together.
         tensors: Number of tensors.
         bytes: Number of bytes of all tensors.
-        sent_bytes: Number of bytes that were sent to each engine.
+        sent_bytes: Number of bytes that one engine was sent; the largest if they differ.
         seconds: Duration of the transfer.
         phases: Seconds of each phase, by name. Phases overlap, so their sum is not `seconds`.
     """

@@ -175,8 +175,8 @@ class _Link:
 
 
 class DistributedSender(WeightSender):
-    """Sends weights to engines by broadcasts over a process group (`weights.transport:
-    distributed`)."""
+    """Sends weights to engines by broadcasts over a process group, with
+    `weights.transport: distributed`."""
 
     def __init__(
         self, settings: WeightsConfig, engines: EngineConfig, device: torch.device
@@ -229,9 +229,9 @@ class DistributedSender(WeightSender):
         leaving = self.calls.start(
             "destroy_weights_update_group", lambda _: {"group_name": link.name}, CLEANUP_SECONDS
         )
-        # Engines are told to leave first, and then this process closes its connections: an engine
-        # that waits in a receive can leave only after the receive has ended, which closing the
-        # connections causes.
+        # Tell the engines to leave first: an engine that leaves the group ends the broadcast to
+        # itself. An engine that waits in a receive can leave only after the receive has ended, so
+        # then close this process's connections, which ends it.
         link.drop()
         for future in leaving:
             future.exception()
@@ -286,7 +286,8 @@ class DistributedSender(WeightSender):
         return self.calls.start("update_weights_from_distributed", lambda _: body, seconds)
 
     def _start_first(self, tensor: Tensor, announced: Answers, transfer: Transfer) -> None:
-        """Start the first broadcast of the group, and wait until all engines have entered it.
+        """Start the first broadcast of the group, and wait until the call has returned. With NCCL
+        it returns only once all engines have entered the broadcast.
 
         Raises the same errors as `_wait_for`.
         """

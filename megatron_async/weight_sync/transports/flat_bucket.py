@@ -79,8 +79,8 @@ class Buffers:
         """Copy the tensors of a bucket into the next buffer.
 
         If the bucket is a single contiguous tensor on the right device, such as an embedding, its
-        own memory is used without a copy. That saves the largest buffer, because only large tensors
-        have a bucket of their own.
+        own memory is used without a copy. That saves the largest buffer: a tensor that is larger
+        than a bucket is always sent alone.
         """
         alone = bucket[0][1].detach() if len(bucket) == 1 else None
         if alone is None or not alone.is_contiguous() or alone.device != self.device:
