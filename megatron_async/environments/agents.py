@@ -180,8 +180,10 @@ class AgentWorker:
                 return replace(stepped, counts=counts, notices=notices)
             reward, parts = self._final_reward(attempt)
             abandoned = attempt.calls.abandoned()
-            # If no client received any response, the reward does not depend on the policy. This
-            # happens if a program that was run again ends without repeating its stored calls.
+            # If no client received the response of any turn, the reward does not depend on the
+            # policy. This happens if the episode was restored and its program, which then starts
+            # from the beginning, ended without making any of the stored calls again. It also
+            # happens if every client disconnected before its response was sent.
             if len(abandoned) == len(attempt.calls.turns):
                 raise self._no_call_fault(" whose response it received")
             notices = (*notices, *self._needless_forks(attempt))

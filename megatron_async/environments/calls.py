@@ -137,7 +137,7 @@ class AgentCalls:
         return None
 
     async def wait_until_repeated(self, turn: int, seconds: float) -> None:
-        """Wait until a program that runs again has repeated the call of stored turn `turn`.
+        """Wait until the program of a restored episode has repeated the call of stored turn `turn`.
 
         Also return once the program makes a call that is not stored, or ends.
 

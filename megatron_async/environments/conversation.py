@@ -109,8 +109,9 @@ class Conversation:
         if not ended:
             return between
         ends = np.flatnonzero(np.isin(between, list(self._stop_token_ids)))
-        # Remove the stop token with which the template ends the response. It is within the first
-        # `len(self._closing)` tokens. A later stop token ends one of the messages and must stay.
+        # Remove the tokens with which the template ends the response, up to and including its stop
+        # token. This stop token is within the first `len(self._closing)` tokens. A later stop token
+        # ends one of the messages and must stay.
         if len(ends) and ends[0] < len(self._closing):
             return between[int(ends[0]) + 1 :]
         return between

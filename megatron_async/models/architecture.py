@@ -491,7 +491,8 @@ def _read_context(model: Mapping[str, Any]) -> int | None:
     if (
         _ORIGINAL in scaling.raw
         or scaling.raw.get("rope_type") == "llama3"
-        # Its layers have different ropes, so SGLang applies no factor.
+        # Gemma 3 has different ropes for its global and its local layers, so SGLang does not
+        # multiply the context length by a rope's factor.
         or text.raw.get("model_type") == "gemma3_text"
     ):
         factor = 1.0  # The file states the context length after scaling.

@@ -341,7 +341,8 @@ class _Process:
             return self._why
 
     def end(self) -> None:
-        """Kill the process and its descendants; wait up to `_END_SECONDS` until they have ended."""
+        """Kill the process and its descendants, and wait until they have ended: up to
+        `_END_SECONDS` for the descendants, then up to `_END_SECONDS` for the process."""
         with self._changed:
             ended_before, self._ending = self._ending, True
             self._changed.notify_all()

@@ -50,9 +50,10 @@ class RecoveredTrajectory(Data, frozen=True):
     which the run resumes were not trained on it.
 
     Attributes:
-        oldest_version: Policy number of its oldest policy token, counted along the current lineage;
-            None if it has no policy token.
-        newest_version: Policy number of its newest policy token, counted in the same way.
+        oldest_version: Smallest policy number of its policy tokens; None if it has none. A
+            token of an earlier lineage has the policy number on the current lineage that its
+            version counts as (`TrajectoryStore.lag_number`).
+        newest_version: Largest of these policy numbers; None if it has no policy token.
         drop_reason: Why it was dropped, if `state` is `dropped`; otherwise None. The store has a
             dropped trajectory in such a group if a process ended while it dropped the group, so the
             other members of the group are dropped at the resume.

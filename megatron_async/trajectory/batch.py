@@ -31,9 +31,9 @@ class TokenBatch:
 
     Attributes:
         step: Number of the update that trains the batch.
-        version_T: For each token of the policy, the number of the policy version that generated it,
-            counted along the current lineage; -1 for other tokens. A policy token that is masked
-            for staleness keeps its number.
+        version_T: For each token of the policy, the policy number on the current lineage that the
+            version which generated it counts as (`packing.number_on_lineage`); -1 for other tokens.
+            A policy token that is masked for staleness keeps its number.
         lag_T: `step - version_T` for trained tokens, 0 for all others.
         temperature: Sampling temperature of the log-probs.
         columns: Further per-token arrays by name, each of shape [T, *inner]; 0 where a token has no

@@ -1,10 +1,10 @@
 """Packs complete groups into one `TokenBatch`, with the version, lag and loss mask of every token.
 
 Invariants
-- The policy number of a token is counted along the current lineage. A token of version (l, a),
-  where lineage l has the same weights as the current lineage up to policy number n0, counts as
-  number min(a, n0). Its lag in update n is n - min(a, n0), which is at least 0 (docs/semantics.md
-  section 1).
+- Every policy token gets a policy number on the current lineage. A token of version (l, a) has
+  number a if l is the current lineage. If l is another lineage, which has the same weights as the
+  current lineage up to policy number n0, the token has number min(a, n0). The lag of a token with
+  number m in update n is n - m, which is at least 0 (docs/semantics.md section 1).
 - A token is trained (mask 1) if the policy generated it, its turn is not abandoned and no staleness
   rule masks it. A token that is in several sequences is trained in one of them. All other tokens
   have mask 0, log-prob 0 and lag 0. In `version_T`, a policy token that is not trained keeps its
@@ -115,11 +115,18 @@ def pack_groups(
 def _numbers(
     segments: Sequence[Segment], step: int, lineage: int, branch_points: Mapping[int, int]
 ) -> IntArray:
-    """Return the policy number of each segment, counted along the current lineage; -1 for the
-    environment.
+    """Return a number for each segment: the policy number on `lineage` that its policy version
+    counts as (see `number_on_lineage`), or -1 if the segment is a prompt or from the environment.
+
+    Args:
+        segments: The segments.
+        step: Number of the update that will train the segments.
+        lineage: The current lineage.
+        branch_points: For every earlier lineage, the last policy number that it shares with
+            `lineage`.
 
     Raises:
-        ValueError: If a number is above `step`.
+        ValueError: If a number is above `step`, or a segment's lineage is unknown.
     """
     version_R = np.array(
         [
@@ -203,8 +210,9 @@ def _returns(
 
     The return of a turn is the discounted sum of the rewards from this turn on. The first return is
     that of the first turn or, without turns, the trajectory's reward. A trained segment has the
-    return of its turn, and other segments have 0. The returns of segments are float32, in which a
-    batch stores rewards too, so that the return of a first turn is the same in both.
+    return of its turn, and other segments have 0. The returns of segments are rounded to float32.
+    `pack_groups` rounds the first returns, which become the rewards of the batch, to float32 too.
+    So a trained token of a first turn has exactly the return that is its sequence's reward.
     """
     rewards: list[float | None] = []
     of_runs: list[np.float32] = []

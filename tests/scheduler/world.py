@@ -296,7 +296,8 @@ class World:
     def _stored(self, step: int) -> list[ev.RecoveredGroup]:
         """Return the groups that are not consumed, as the store has them, in any order.
 
-        Their versions are counted along the new lineage.
+        Their versions are policy numbers on the new lineage: a number above `step`, from which the
+        new lineage starts, becomes `step`.
         """
         states = {
             "running": TrajectoryState.RUNNING,
