@@ -326,9 +326,16 @@ def compute_rollout_correction(
 def correct(
     config: RolloutCorrectionConfig, batch: DeviceBatch, logprobs_T: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor, dict[str, float]]:
-    """Call `compute_rollout_correction` for a batch, with the settings of `config`.
+    """Compute the rollout correction of a batch by `compute_rollout_correction`.
 
-    `logprobs_T` are the log-probs of pi_old.
+    Args:
+        config: Settings of the correction.
+        batch: The batch, with the log-probs of pi_rollout.
+        logprobs_T: Log-probs of pi_old.
+
+    Returns:
+        The importance weights (None without `rollout_is`), the loss mask without rejected tokens,
+        and metrics.
     """
     return compute_rollout_correction(
         logprobs_T,

@@ -17,9 +17,9 @@ scores at once."""
 BATCH_METRICS: Final = frozenset(
     {"mean", "std", "standard_error", "min", "max", "uninformative_groups"}
 )
-"""Names of the metrics `reward/NAME` that describe the sum of all rewards. No component of a
-reward, and none of several rewards, may have such a name, because their own metrics have the same
-form."""
+"""Names of the metrics `reward/NAME` that describe the sum of all rewards. A component of a
+reward must not have such a name, because its mean is a metric `reward/NAME` too. If there are
+several rewards, this holds for each reward as well. A single reward has no such metric."""
 
 
 class RewardConfig(Settings):
@@ -141,11 +141,14 @@ def named(value: Any) -> Any:
 
 
 def check_labels(rewards: list[RewardConfig]) -> None:
-    """Check that no two rewards, and no reward and other metric, have the same name in metrics.
+    """Check that each reward's metric `reward/NAME` has a name that no other metric has.
+
+    A single reward is always accepted, because it has no such metric: its mean is the metric of the
+    sum.
 
     Raises:
-        ValueError: If two rewards have the same name, or if one of several rewards has a name in
-            `BATCH_METRICS`.
+        ValueError: If two rewards have the same name, or if there are several rewards and one of
+            them has a name in `BATCH_METRICS`.
     """
     labels = [reward.display_name for reward in rewards]
     for label in labels:

@@ -111,10 +111,10 @@ def write_model_directory(
 
 @contextmanager
 def new_directory(destination: Path) -> Iterator[Path]:
-    """Create a temporary directory next to `destination`, in which this block writes files and
-    which it renames to `destination` when it is complete.
+    """Create a temporary directory next to `destination` and yield its path.
 
-    At the end of the block, the temporary directory is removed if it was not renamed.
+    The caller's `with` block writes files into the directory, and must rename it to `destination`
+    when all files are written. If the block ends without renaming it, the directory is removed.
 
     Raises:
         CannotWrite: If the disk fails in the block.

@@ -100,8 +100,12 @@ _OPEN = (TrajectoryState.PARTIAL, TrajectoryState.WAITING)
 
 
 class Admission:
-    """Adds the prompts of a task to the store as groups, and hands stored groups to the scheduler
-    at a resume."""
+    """Adds the prompts of a task to the store as groups; at a resume, converts stored groups to the
+    event by which the scheduler gets them.
+
+    An `Admission` also ends the run if too many prompts in a row are refused, or if dynamic
+    sampling drops too many responses in a row.
+    """
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ Invariants
   timed out, whose process died on every try, or whose service is unavailable. If the reward
   function raised an exception or did not return a finite number, the score is 0. Each kind of
   failure is counted in the score's `detail` (`SCORER_FAULTS`).
-- If one of several rewards of a response is `None` (drop the trajectory), so is the sum.
+- If any reward gives a response the score `None` (drop the trajectory), the sum is `None` too.
 """
 
 from collections.abc import Mapping, Sequence

@@ -423,7 +423,10 @@ class Engine:
         request.prefixes = self.prefixes
         self.kv += needed
         if self._cached and (cached := self._cached.pop(request.trajectory_id, 0)):
-            needed = before - cached  # The cached context of an earlier turn includes the prompt.
+            # The engine still has the context of this episode's earlier turn in its KV cache: the
+            # prompt and `cached` tokens after it. `before` counts tokens after the prompt too, so
+            # only the difference is prefilled, whether or not `needed` included the prompt.
+            needed = before - cached
         pairs = needed * (before + request.prompt - needed / 2)
         self.stall += self.costs.prefill(needed, pairs)
         counters.prefilled += needed

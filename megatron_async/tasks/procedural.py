@@ -10,7 +10,8 @@ Invariants
   hashes, which are far apart.
 - The payload of a problem has everything to generate it again: the set of arguments that was drawn
   for it (its component of the mixture), its chunk's seed and its index in the chunk. The scorer
-  generates the problem again and raises an error if the answer differs.
+  generates the problem again and raises an error if the reference answer of the new problem is not
+  the one that the payload has.
 """
 
 import random

@@ -128,9 +128,10 @@ class Progress:
             self._console.print(phase, highlight=False)
 
     def _warn(self, name: str, message: str) -> None:
-        """Print a warning unless one of the same name was printed.
+        """Print a warning unless a warning of the same name was printed before.
 
-        All warnings, including repeated ones, are in metrics.jsonl, up to the newest weight update.
+        The file metrics.jsonl gets every warning, including repeated ones. Warnings of the rollout
+        side are written to it at each weight update, so the newest ones may not be in it yet.
         """
         if name not in self._warnings:
             self._console.print(f"warning {name}: {message}", highlight=False)

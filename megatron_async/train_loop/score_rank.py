@@ -86,8 +86,12 @@ def _vector(values: object) -> np.ndarray[Any, Any]:
 
 
 def score(config: RunConfig, rows: Path | str, out: Path) -> None:
-    """Compute the log-probs of all rows at `sampling.temperature` on this rank; rank 0 writes
-    `out`."""
+    """Compute the log-probs of the tokens of all rows at `sampling.temperature`, and write them to
+    the file `out`.
+
+    All ranks must call this together. Each rank computes its share, as the parallel layout divides
+    sequences and layers; rank 0 writes the file.
+    """
     from megatron_async.trainer.device import import_megatron
 
     import_megatron()

@@ -235,8 +235,13 @@ class RatioCheck:
         return min(GROSS_MOST, max(GROSS_LEAST, GROSS_FACTOR * self.baseline))
 
     def passes(self, error: RatioError, *, exact: bool) -> bool:
-        """Return whether an engine's mean error is at most the limit; an error of NaN does not
-        pass."""
+        """Return whether the mean error of an engine's log-probs passes the check: it must be at
+        most the value that `limit` returns. NaN does not pass.
+
+        Args:
+            error: The engine's error.
+            exact: Whether engine and trainer compute in float32.
+        """
         return error.mean <= self.limit(exact=exact)
 
     def learn(self, errors: Iterable[RatioError]) -> None:

@@ -48,8 +48,9 @@ def register_hooks(hooks: Sequence[Hook]) -> None:
 
 
 def forget_earlier_abort(manager: Any, rid: str = "", abort_all: bool = False) -> None:
-    """Hook before an abort: delete SGLang's record of an earlier abort, so that it is sent
-    again."""
+    """Hook before SGLang aborts request `rid`: delete SGLang's record that an abort of this
+    request was sent before. With this record, SGLang would not send the new abort to its scheduler.
+    """
     state = manager.rid_to_state.get(rid)
     if state is not None:
         state.abort_sent = False

@@ -174,7 +174,8 @@ class DeltaSender(DiskSender):
         keep(self._published, whole.finish(manifest))
         against = None
         if base is not None and written["files"] is not None:
-            # The base may have been damaged since the differences were computed; then publish none.
+            # The base may have been damaged since the differences were computed. If its manifest
+            # cannot be read, only the complete version is published, without differences.
             with suppress(ComponentFailure):
                 against = read_manifest(base).digest
         if against is not None:
