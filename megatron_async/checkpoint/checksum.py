@@ -28,8 +28,8 @@ from torch import Tensor
 
 from megatron_async.checkpoint.manifest import CorruptCheckpoint, TensorRecord
 
-# Odd constants of the hash: the golden ratio times 2**64 (Knuth 1998, section 6.4), and the two
-# factors of SplitMix64's mixing function (Steele, Lea and Flood 2014, OOPSLA, figure 15).
+# Odd constants of the hash: 2**64 divided by the golden ratio (Knuth 1998, section 6.4), and the
+# two factors of SplitMix64's mixing function (Steele, Lea and Flood 2014, OOPSLA, figure 15).
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

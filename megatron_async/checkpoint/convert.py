@@ -14,9 +14,9 @@ Invariants
 - The whole model is never in memory. `hf_to_megatron` has the tensors of one parameter at a time in
   memory, and `megatron_to_hf` those of one output file.
 - The destination appears completely or not at all; an existing destination is never overwritten.
-- Values are only cut and joined, so they are equal bit for bit unless they are cast to another
-  precision: that of `dtype`, and for a checkpoint of a run that of the trained model and of
-  config.json.
+- Values are only cut and joined, so they are equal bit for bit unless they are cast. They are cast
+  to `dtype` if it is given. Weights that a run saved are first rounded to the precision of the
+  trained model and, without `dtype`, then cast to the precision in config.json.
 - `hf_to_megatron` stores a checksum of each parameter, and `megatron_to_hf` compares it.
 """
 
@@ -94,8 +94,9 @@ def hf_to_megatron(
     """Convert the weights of a Hugging Face directory to a checkpoint for `tensor` x `pipeline`
     ranks.
 
-    It can be loaded by any other number of ranks too; with this division each rank reads only its
-    own files.
+    The checkpoint can be loaded by any other number of ranks too. With this division, a rank reads
+    the values of its shards from its own files; those of which several ranks have copies are only
+    in the files of the first of them.
 
     Args:
         source: The Hugging Face directory.
@@ -290,8 +291,8 @@ def _hf_tensors(
     for parameter_id in stage_parameter_ids(a, 0, 1):
         whole = _read(checkpoint, reader, parameter_id)
         advance(whole.numel())
-        # The checkpoint has the optimizer's copy of the weights, in float32. The model was trained
-        # with that copy rounded to `precision`, so round it in the same way.
+        # A checkpoint of a run has the optimizer's copy of the weights. The model's own weights are
+        # that copy rounded to `precision`, so round it in the same way.
         if precision is not None:
             whole = whole.to(dtype_named(precision))
         for name, tensor in zip(

@@ -4,7 +4,7 @@ Invariants
 - `save`, `wait`, `close` and `load` are collective: every rank calls them in the same order. So is
   `newest` if torch.distributed is initialized. `take_finalized` is not collective.
 - At most one save is running. The next `save`, `wait` or `close` waits until it has ended, at most
-  for `checkpoint.timeout_seconds`.
+  until `checkpoint.timeout_seconds` after its start.
 - The error of a failed save is raised on every rank by the next of these three calls. A failed save
   leaves earlier checkpoints unchanged, because old checkpoints are removed only after a newer one
   is committed.
@@ -103,8 +103,8 @@ class CheckpointManager:
             extra: JSON object that the manifest stores for the caller; only rank 0's is stored.
 
         Raises:
-            ComponentFailure: If the previous save or, without `checkpoint.asynchronous`, this save
-                failed.
+            ComponentFailure: If the previous save failed, the directory for this save cannot be
+                created, or, without `checkpoint.asynchronous`, this save failed.
             TypeError: If `extra` cannot be written as JSON.
         """
         from megatron_async.checkpoint.state import current_layout
@@ -234,7 +234,7 @@ class CheckpointManager:
 
         Raises:
             UserError: If checkpoints exist and all are corrupt, or if a checkpoint with a damaged
-                manifest is newer than all readable ones.
+                manifest has a larger step than all checkpoints with readable manifests.
         """
         check_manifests(self._root)
         candidates = list_checkpoints(self._root)

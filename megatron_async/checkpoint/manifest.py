@@ -1,5 +1,5 @@
-"""Reads and writes manifests. The manifest is the file that makes a directory a checkpoint; writing
-it commits the training up to its step.
+"""Reads and writes manifests. The manifest is the file that makes a directory a checkpoint, and a
+checkpoint commits the training up to its step.
 
 Invariants
 - A directory `step_NNNNNN` is a checkpoint exactly when it contains `manifest.json` or its copy.
@@ -106,8 +106,8 @@ class Manifest:
         layout: Sizes of the parallel dimensions of the trainer that wrote it.
         files: Records of the files, by their names relative to the checkpoint's directory.
         trainer: State of the trainer other than tensors, such as counters, as a JSON object.
-        extra: State of the training loop (position in the trajectory store, seeds), as a JSON
-            object.
+        extra: State of the caller of the save, as a JSON object: in a run, the position in the
+            trajectory store; for a converted checkpoint, the directory from which it was converted.
         tensors: Records of the tensors, by their names.
     """
 
@@ -126,8 +126,8 @@ class Manifest:
 
     @property
     def optimizer(self) -> str | None:
-        """Name of the optimizer whose state the checkpoint contains, adam or muon; None if it
-        contains only weights."""
+        """Name of the optimizer whose state the checkpoint contains, adam or muon; None if the
+        manifest lists no tensors. It is adam also for a checkpoint with only weights."""
         if not self.tensors:
             return None
         return "muon" if any(name.startswith(f"{MOMENTUM}/") for name in self.tensors) else "adam"
@@ -241,7 +241,7 @@ def finalize(temporary: Path, target: Path, manifest: Manifest) -> Checkpoint:
     If `target` exists, it belongs to an abandoned lineage or is corrupt, and it is removed first.
 
     Raises:
-        OSError: If an operation fails; `target` then either does not exist or is complete.
+        OSError: If an operation fails; `target` then either is not a checkpoint or is complete.
     """
     remove(target)
     for name in _MANIFESTS:
@@ -291,7 +291,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     If the manifest is damaged, its copy is read.
 
     Raises:
-        CorruptCheckpoint: If both the manifest and its copy are damaged.
+        CorruptCheckpoint: If both the manifest and its copy are damaged or missing.
         OtherFormat: If the checkpoint has the format of another version of this program.
     """
     try:

@@ -7,8 +7,9 @@ experts are numbered over all ranks, and an output head that shares its weights 
 is stored once, as the embedding.
 
 Invariants
-- The boxes of all tensor-parallel ranks together cover a parameter exactly once. If a rank's
-  flattened shard is divided into spans in any way, the boxes of all spans together cover the shard
+- The boxes of all different shards of a parameter together cover it exactly once. (A parameter that
+  every tensor-parallel rank has completely has only one shard.) If a flattened shard is divided
+  into spans in any way, the boxes of all spans together cover the shard, without its padding,
   exactly once.
 - A box is one contiguous span of its shard's elements, so that it can be saved and loaded as a view
   of the rank's memory.

@@ -1,8 +1,8 @@
 """Reads and writes the states of a rank's random generators: those of Python, NumPy, torch and
 Megatron.
 
-Each rank has a separate file, which can be loaded only if the model is divided over ranks in the
-same way as at the save.
+Each rank has a separate file, which is useful only if the model is divided over ranks in the same
+way as at the save.
 """
 
 import math

@@ -3,12 +3,14 @@ and fills them from a checkpoint.
 
 For each parameter there are tensors in the optimizer's precision. `weights/NAME` has the values; if
 the model has half precision, these are the optimizer's float32 copies, of which the model's values
-are roundings. Adam adds `exp_avg/NAME` and `exp_avg_sq/NAME`, and Muon adds `momentum_buffer/NAME`.
+are roundings. Adam adds `exp_avg/NAME` and `exp_avg_sq/NAME`. In a run with Muon, the matrices that
+Muon updates have `momentum_buffer/NAME` instead of Adam's tensors.
 
 Invariants
-- A rank saves and loads only views of its own memory; no rank gathers values of others. Over all
-  ranks each element is saved exactly once: with Megatron's distributed optimizer by the rank that
-  owns it; otherwise data-parallel ranks, which all have the same state, divide the elements evenly.
+- A rank saves and reads only views of its own memory; neither a save nor the reading of files
+  gathers values of several ranks on one. Over all ranks each element is saved exactly once: with
+  Megatron's distributed optimizer by the rank that owns it; otherwise data-parallel ranks, which
+  all have the same state, divide the elements evenly.
 - Nothing depends on how Megatron pads or orders its buffers: the index of an element in the whole
   tensor follows only from the parameter's name and shape.
 - Hyperparameters of the optimizer come from the run's configuration and not from the checkpoint.
@@ -281,11 +283,12 @@ def replicas(placed: LocalParameter) -> tuple[int, int]:
 
 
 def is_primary_copy(placed: LocalParameter) -> bool:
-    """Return whether this rank's parameter is to be saved, rather than an equal copy of it in this
-    model.
+    """Return whether a rank's parameter is the primary copy, which is saved, among equal copies in
+    one replica of the model.
 
-    An output head that shares its weights with the embedding is a copy. Of a parameter that every
-    tensor-parallel rank has completely, only rank 0 has the primary copy.
+    An output head that shares its weights with the embedding is never the primary copy. Of a
+    parameter that every tensor-parallel rank has completely, only tensor-parallel rank 0 has the
+    primary copy.
     """
     copied = placed.rule.layout is ShardLayout.REPLICATED and placed.rank > 0
     return placed.rule.exported and not copied
@@ -348,8 +351,8 @@ def load_checkpoint_weights(model: Any, path: Path) -> None:
     starts; nothing else is loaded.
 
     Collective. The checkpoint may have been saved by any number of ranks and in any precision; the
-    values are cast to the precision of the model's parameters. Each rank needs memory for one
-    parameter in the checkpoint's precision in addition to the model.
+    values are cast to the precision of the model's parameters. In addition to the model, each rank
+    needs memory for one of its parameters at a time, in the checkpoint's precision.
 
     Args:
         model: The rank's part of the model, unwrapped.
@@ -441,8 +444,8 @@ def verify(
     tallies: Mapping[str, TensorTally],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Check that all ranks together have counted exactly the values of all tensors of the manifest,
-    by their checksums and element counts.
+    """Check by checksums and element counts that the slices of all ranks together are, bit for bit,
+    all tensors of the manifest.
 
     Collective. The only communication is one all-reduce of two numbers for each tensor.
 
