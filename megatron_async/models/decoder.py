@@ -195,7 +195,7 @@ def expert_rules(
 ) -> list[Rule]:
     """Return the shard rules of a layer's mixture of experts: its norm, router and experts.
 
-    Tensor parallelism does not divide experts, so each expert is complete on one rank.
+    Tensor parallelism does not divide experts, so a rank that has an expert has all of it.
 
     Args:
         block: Hugging Face name of the layer's feed-forward, inside which the experts are.

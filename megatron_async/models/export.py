@@ -199,7 +199,7 @@ def sender_tensors(
 ) -> Iterator[NamedTensor]:
     """Generate the name and values of each tensor of the whole model on rank 0, stage after stage.
 
-    Collective: every rank must iterate to the end; the result is useful only on rank 0.
+    Collective: every rank must iterate to the end, but only rank 0 gets tensors.
 
     Args:
         chunks: The parts of the model that this rank has.

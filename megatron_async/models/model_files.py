@@ -268,7 +268,7 @@ def check_tensors(directory: SafetensorsDirectory, architecture: Architecture) -
 
 def check_weights(model_dir: Path | str, architecture: Architecture | None) -> None:
     """Check that the files of a model directory can be read and fit config.json, and that their
-    values are finite and plausible.
+    values are finite and, except in tensors that may be zero, not all zero.
 
     Of a model of more than 8 GiB, only the values at the start of each tensor are read.
 
