@@ -5,8 +5,8 @@ Invariants
   `x_S` has one entry for each trajectory in this module; an episode with several sequences is one
   trajectory.
 - Arithmetic is in the dtype of the rewards. No result has a gradient.
-- If a group has only one trajectory, grpo, dr_grpo and rloo use the mean 0 and the std 1, so its
-  advantage is its reward, as in verl 0.9.1.
+- If a group has only one trajectory, grpo, dr_grpo and rloo use the mean 0 and grpo the std 1, so
+  its advantage is its reward (for grpo divided by 1 + epsilon), as in verl 0.9.1.
 """
 
 import torch

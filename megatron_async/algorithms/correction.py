@@ -1,6 +1,6 @@
 """Computes rollout correction: importance weights and rejection masks that account for the
-difference between two policies, pi_rollout, which generated the tokens, and pi_old, with which
-training continues.
+difference between two policies: pi_rollout, which generated the tokens, and pi_old, which is
+trained.
 
 The definitions are those of verl 0.9.1 (`verl.trainer.ppo.rollout_corr_helper`, and its guide
 docs/algo/rollout_corr.md), for packed arrays of tokens. If code and guide of verl differ, this

@@ -38,8 +38,9 @@ def finalize(metrics: LossMetrics) -> dict[str, float]:
     Symbols: L = log pi_theta - log pi_rollout of a token, with the trained policy pi_theta and the
     policy pi_rollout that generated the token. w = exp(clamp(L, -SAFETY_BOUND, SAFETY_BOUND)) is
     the raw weight, and c(x) below is the same clamp. For a sequence, L is summed over its trained
-    tokens. r is the probability ratio in the loss, relative to pi_old or pi_rollout. Kept tokens
-    are trained tokens that the loss does not reject. ESS is `effective_sample_size`.
+    tokens. r is the probability ratio in the loss, relative to pi_old or pi_rollout (for gspo the
+    ratio of the token's sequence; for sft 0). Kept tokens are trained tokens that the loss does not
+    reject. ESS is `effective_sample_size`.
 
         loss/policy, kl, entropy              components of the loss
         actor/tokens, sequences               numbers of trained tokens and sequences
