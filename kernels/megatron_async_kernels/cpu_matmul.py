@@ -51,8 +51,8 @@ def use_onednn() -> torch.library.Library | None:
     CPU with oneDNN from now on. Otherwise do nothing and return None.
 
     Returns:
-        The registration of the replaced operations, which end with this object. The function's
-        cache keeps it alive, so callers may ignore it.
+        The registration of the replaced operations, which stay replaced as long as this object
+        exists. The function's cache keeps it alive, so callers may ignore it.
     """
     if not mkl_is_slow():
         return None

@@ -3,8 +3,8 @@ tokens.
 
 Invariants
 - The Triton and the torch version have the same arguments and results and raise the same errors.
-  Their results differ only by rounding. The Triton version does not read `old_logprobs_T` if the
-  ratio is not relative to it.
+  Their results differ only by rounding, and in how `LossOutput.nonfinite` counts. The Triton
+  version does not read `old_logprobs_T` if the ratio is not relative to it.
 - The Triton version reads the inputs once if a token's loss depends only on the token, and twice if
   it depends on the token's whole sequence (`needs_sequences`).
 - The result repeats bit for bit: no atomics, fixed order of summation.
@@ -66,18 +66,17 @@ def is_loss(
         config: thresholds and choices of the loss.
         denominators: counts over all ranks and microbatches of the optimizer step, by which losses
             are divided.
-        backend: "triton" or "chunked", which is plain torch here. "auto" is triton on CUDA, unless
-            there are more than MAX_RULES rejection rules or the inputs are float64, and plain torch
-            otherwise.
+        backend: "triton" or "chunked", which is plain torch here. "auto" is triton on CUDA and
+            plain torch elsewhere. It is also plain torch if triton is not installed, there are more
+            than MAX_RULES rejection rules, or the inputs are float64.
         check: whether to raise if inputs are not finite, for which the host waits for the device.
             Without it, the caller can read `LossOutput.finite` later.
 
     Raises:
         NonFiniteError: `check` is set and an input is not finite at a trained token; the message
             names the input.
-        ValueError: An input that `config` needs is missing, shapes differ, or `backend` is "triton"
-            and does not support `config`: it has more than MAX_RULES rejection rules or the
-            surrogate `own`.
+        ValueError: An input that `config` needs is missing, shapes differ, the surrogate is `own`,
+            or `backend` is "triton" and there are more than MAX_RULES rejection rules.
     """
     name = resolve_backend(backend, inputs.logprobs_T.device, inputs.logprobs_T.dtype)
     if name != "triton" or (backend == "auto" and len(config.rejection) > MAX_RULES):

@@ -354,7 +354,8 @@ class LossOutput:
         dentropy_T: Derivative of `loss_sum` with respect to the entropy of each token; None if the
             loss does not depend on it.
         metrics: Sums from which metrics are computed.
-        nonfinite: Number of values in the inputs that are not finite at trained tokens, [].
+        nonfinite: Number of values in the inputs that are not finite at trained tokens, []. The
+            Triton version counts each token only once.
     """
 
     loss_sum: torch.Tensor

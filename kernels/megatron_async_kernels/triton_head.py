@@ -367,7 +367,7 @@ def _operands(
 ) -> tuple[TileConfig, Any, Any]:
     """Return the tile shape and the operands of a kernel. The operands are tensor descriptors if
     `config` asks for them and the rows are aligned to 16 bytes; otherwise they are plain tensors,
-    with a smaller tile."""
+    with the tile shape of `without_descriptors`."""
     row_bytes = hidden_CD.shape[1] * hidden_CD.element_size()
     aligned = all(t.data_ptr() % 16 == 0 for t in (hidden_CD, weight_BD)) and row_bytes % 16 == 0
     if not (config.descriptors and aligned):

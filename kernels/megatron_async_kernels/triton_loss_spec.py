@@ -7,8 +7,8 @@ unused branches reads and computes less. Sizes and denominators are arguments of
 Invariants
 - `AT` is the only place that defines the order of partial sums.
 - A slot has the partial sums of one sequence in one block of CHUNK tokens. Block p writes those of
-  sequence s to slot p + s. From one (block, sequence) pair to the next, p, s or both grow by one,
-  so each pair has its own slot, and the slots of a sequence are adjacent.
+  sequence s to slot p + s. From one (block, sequence) pair to the next, p, s or both grow, so each
+  pair has a separate slot, and the slots of a sequence are adjacent.
 """
 
 from __future__ import annotations

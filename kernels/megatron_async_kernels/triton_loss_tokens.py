@@ -12,7 +12,9 @@ Invariants
 - Each program processes CHUNK consecutive tokens, starting at a multiple of CHUNK, and the
   sequences in them one after the other. No atomic operations are used: every partial sum is written
   by one program, and partial sums are added in a fixed order.
-- Each lane sums at most CHUNK / BLOCK tokens in float32; these sums are added in float64.
+- Each lane sums at most CHUNK / BLOCK tokens in float32; these sums are added in float64. Counts
+  and sums for each lag are added in float32 within a block of CHUNK tokens, and in float64 over
+  blocks.
 """
 
 from __future__ import annotations
