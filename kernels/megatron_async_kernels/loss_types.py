@@ -240,8 +240,8 @@ class Denominators:
 # w = exp(c(L)), and W_i = exp(c(sum of m * L over sequence i)), for sequences with trained tokens.
 # A, H, l, r, s, u, v and c are those of `LossConfig`.
 SUM_NAMES: tuple[str, ...] = (
-    "tokens",  # sum of m
-    "kept_tokens",  # sum of k
+    "tokens",  # number of tokens with mask 1: sum of m
+    "kept_tokens",  # number of tokens with mask 1 that no rejection rule rejects: sum of k
     "sequences",  # number of sequences with at least one token of mask 1
     "loss",  # loss_sum
     "policy_loss",  # component of loss_sum from the surrogate

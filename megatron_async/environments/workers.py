@@ -99,7 +99,8 @@ class SharedExclusiveLock:
 class EnvironmentWorkers:
     """The `episode.workers` worker processes of a run's environment or agent.
 
-    They are started with this object, and end with the process backend that starts them.
+    They start when this object is created, and end when the process backend that started them
+    is closed.
     """
 
     def __init__(self, config: RunConfig, backend: ProcessBackend, model_path: str = "") -> None:

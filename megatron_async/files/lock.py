@@ -141,7 +141,16 @@ class FileLock:
 
 
 def check_lock(path: Path) -> None:
-    """Raise LockHeld if a process holds the lock on `path`; acquire nothing and write nothing."""
+    """Raise LockHeld if a process holds the lock on `path`; write nothing.
+
+    The check itself holds a shared lock for a moment, in which `FileLock.acquire` raises LockHeld.
+    On a file system without locks, the lock counts as held if the process that its file names is
+    running on this host.
+
+    Raises:
+        LockHeld: If a process holds the lock.
+        CannotWrite: If the file exists and cannot be opened.
+    """
     if not path.exists():
         return
     with writing(path):

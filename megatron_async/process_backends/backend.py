@@ -193,5 +193,5 @@ class ProcessBackend(Protocol):
     def close(self) -> None:
         """Stop using the backend in this process, and end the remote objects that it started.
 
-        For other processes, the backend ends with the process that opened it.
+        For other processes, the backend ends when the process that opened it ends.
         """

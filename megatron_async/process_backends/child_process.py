@@ -5,10 +5,10 @@ Invariants
   would replace a module of this project, of Python or of a library. The user's code is loaded by
   its path (`import_path`).
 - A child has a separate session, so Ctrl-C at a terminal reaches only the process that started it.
-- A child ends with its starter, also if the starter is killed. A program of this project holds a
-  lifeline: the read end of a pipe whose write end the starter has, which the kernel closes when the
-  starter ends. Any other program gets a parent-death signal, which the kernel sends when the thread
-  that started the program ends.
+- A child ends when its starter ends, also if the starter is killed. A program of this project holds
+  a lifeline: the read end of a pipe whose write end the starter has, which the kernel closes when
+  the starter ends. Any other program gets a parent-death signal, which the kernel sends when the
+  thread that started the program ends.
 - After `end` or `reap`, no process of the child's process group exists.
 """
 

@@ -2,24 +2,25 @@
 
 Invariants, for all settings
 - At most N' (`schedule.concurrency`) requests are in flight; an aborted request counts until it has
-  ended. A request is submitted whenever fewer are in flight, a trajectory may run, and an engine
-  with the current version may run one more request.
+  ended. A request is submitted whenever fewer are in flight, a trajectory may run, an engine with
+  the current version may run one more request, and no rule below forbids it.
 - Partial trajectories are submitted first, then the remaining members of started groups, then new
   groups.
 - For episodes, environments are started in the same order, up to `open_episodes`. While an
-  environment starts or replies, its episode uses none of the N' requests. With `boundary: drain`,
-  the scheduler waits before a batch until no episode is open, and the open episodes continue
-  meanwhile.
+  environment starts or replies, its episode uses none of the N' requests.
+- With `boundary: drain` and `overlap: false`, a complete batch is emitted only when no request is
+  in flight and no episode is open. Until then no episode starts, and only requests for the next
+  turns of open episodes are submitted.
 - No new group starts while finished groups that wait for scores, for a batch or for the trainer
   fill `max_waiting_batches`. Only the start of groups is limited: members of started groups and
   partial trajectories may always be submitted while requests are free, since a batch may be waiting
   for them.
-- Back-pressure never stops a run: the groups that cause it are finished and make at least one batch
-  (`max_waiting_batches` >= 1). They are scored, batched, taken by the trainer or dropped without
-  any new group.
-- In four cases nothing is submitted: to an engine with another version; between the request and the
-  publication of a weight update; with `overlap: false`, from the emission of a batch until the
-  version that is trained on it is published; and while the lag bound would reject tokens of the
+- Back-pressure never stops a run, because the finished groups that cause it are enough for at
+  least one batch (`max_waiting_batches` >= 1). So they need no new group to make progress: after
+  their scores, they are dropped, or batched and taken by the trainer. Then new groups may start.
+- In four more cases nothing is submitted: to an engine with another version; between the request
+  and the publication of a weight update; with `overlap: false`, from the emission of a batch until
+  the version that is trained on it is published; and while the lag bound would reject tokens of the
   current version.
 - A group is batched once, when it is complete, or dropped as a whole: if one member is dropped, the
   others are dropped for the same reason (`lifecycle.py`).

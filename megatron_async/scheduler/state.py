@@ -121,8 +121,9 @@ class TrajectoryEntry:
 
 @dataclass(slots=True, eq=False)
 class GroupEntry:
-    """The scheduler's entry for a group: the trajectories of one prompt, which are neither batched
-    nor dropped.
+    """The scheduler's entry for a group: the trajectories of one prompt (its members).
+
+    The entry exists until the group is batched or all of its members are dropped.
 
     Attributes:
         order: Position in the order in which groups were started; -1 if the group is not started
@@ -130,10 +131,11 @@ class GroupEntry:
         unfinished: Number of members without a complete response.
         unscored: Number of members without a reward.
         complete: Whether all members have a reward and the group waits for a batch.
-        oldest: Smallest `oldest` of those members that are not to be dropped or restarted; None if
-            none has one.
-        drop_reason: Why the group is dropped; None if it is not.
-        serving: For each engine that runs members of the group, their number.
+        oldest: Lower bound of the policy numbers of the group's tokens; None if no member has such
+            a bound. Members that will be dropped or restarted do not count.
+        drop_reason: Why the group is being dropped; None if it is not. A member that is running or
+            being scored is dropped only when that has ended.
+        serving: Number of members that run on each engine, by engine id.
     """
 
     spec: GroupSpec
@@ -147,8 +149,9 @@ class GroupEntry:
     serving: dict[str, int] = field(default_factory=dict)
 
     def oldest_of_members(self) -> int | None:
-        """Return the smallest `oldest` (policy number of the oldest token) of the members for which
-        no drop or restart is deferred; None if no such member has one."""
+        """Return the lower bound of the policy numbers of the group's tokens: the smallest `oldest`
+        of the members without a deferred drop or restart, or None if `oldest` is None for all of
+        these members."""
         known = (
             m.oldest for m in self.members if m.deferred_action is None and m.oldest is not None
         )

@@ -208,12 +208,17 @@ def _run_scorer(
 ) -> int:
     """Set up the forked scorer process, then score requests until the worker closes their pipe.
 
-    The setup makes the process end with the keeper, sends its output to the pipe `output`, limits
-    its memory, and closes the pipe of requests in every process that a reward function forks.
+    The setup consists of four steps:
+
+    - The kernel is told to kill this process when its parent, the keeper, ends.
+    - Standard output and standard error are redirected to the pipe `output`.
+    - The memory of this process is limited.
+    - In every process that a reward function forks, the pipe of requests is replaced by
+      `/dev/null`, so that only this process can read requests.
 
     Returns:
-        The exit code of the scorer process: 1 if the keeper has ended already, otherwise the result
-        of `serve`.
+        The exit code of the scorer process: 1 if the keeper ended during the first step, otherwise
+        the result of `serve`.
     """
     keeper = os.getppid()
     prctl(PDEATHSIG, signal.SIGKILL)

@@ -409,13 +409,16 @@ class Engine:
             running[request.trajectory_id] = request
 
     def _enter(self, request: SimulatedRequest, needed: int) -> None:
-        """Add a request to the decode batch, and add the prefill time of its tokens that are not in
-        the KV cache to the engine's `stall`.
+        """Add a request to the decode batch and its tokens to the KV cache; add the time of its
+        prefill to the engine's `stall`.
+
+        The prefill computes `needed` tokens. Only if the KV cache still has the context of an
+        earlier turn of the same episode, the prefill computes just the tokens after this context.
 
         Args:
             request: The request; `admit` adds it to `running`.
-            needed: Number of its tokens that no running request has in the cache; an earlier turn
-                of the same episode may have some of them in it.
+            needed: Number of the request's tokens after the prompt, plus the tokens of the prompt
+                unless a running request of the same group shares the KV of the prompt.
         """
         shared, before = (request.group_id, self.prefixes), request.before
         groups, counters = self._groups, self.counters

@@ -89,8 +89,9 @@ class Exported(Document):
 
     Attributes:
         bytes: Committed length of the export file; 0 if nothing was exported.
-        batched: Number of removed trajectories that were consumed: when they were removed, the
-            weights of every checkpoint that could be restored had been trained on them.
+        batched: Number of removed trajectories that were consumed, which means that weights were
+            trained on their batches. When they were removed, this was true for the weights of every
+            checkpoint that could be restored.
         dropped: Number of removed trajectories that were dropped, by reason.
         groups: Ids of the removed groups, as closed intervals in ascending order.
         at: The checkpoints that could be restored when consumed trajectories were last removed.

@@ -249,7 +249,11 @@ class TrajectoryStore:
         self._move_and_flush(running(self._state.records, request), TrajectoryState.PARTIAL)
 
     def _move_and_flush(self, record: TrajectoryRecord, state: TrajectoryState) -> None:
-        """Change the state of a trajectory, flush its buffer with its row, and end its segment."""
+        """Change the state of a trajectory; pass its row and its buffered tokens to the writer
+        thread, which commits them in one transaction.
+
+        Tokens that are appended later belong to a new segment.
+        """
         self._move(record, state)
         self._buffers.flush(record, with_row=True)
         record.author = None

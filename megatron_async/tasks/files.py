@@ -289,7 +289,8 @@ class FileProblems:
         return _Epochs(file, kept, (seed, number) if number else (seed,))
 
     def train(self, index: int) -> Problem:
-        """Return training problem `index` of an endless order that alternates between the files."""
+        """Return training problem `index` of an endless order, in which the files take turns in
+        proportion to their weights."""
         number, place = file_for_turn(index, self._weights)
         return self._epochs[number].at(place)
 

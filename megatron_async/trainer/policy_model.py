@@ -124,8 +124,12 @@ class PolicyModel(GPTModel):
                 placed.parameter.allreduce = False  # type: ignore[attr-defined]
 
     def _pad_for_sequence_parallel(self, packed: PackedInputs) -> PackedInputs:
-        """Return the stream. Under sequence parallelism, a dummy sequence pads it to a multiple of
-        the tensor parallel size."""
+        """Return `packed` with a dummy sequence that makes the number of tokens a multiple of the
+        tensor-parallel size, as sequence parallelism requires.
+
+        If the number is such a multiple, or without sequence parallelism, `packed` is returned
+        unchanged.
+        """
         multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         missing = -packed.num_tokens % multiple
         if not missing:
@@ -140,8 +144,8 @@ class PolicyModel(GPTModel):
         )
 
     def _packed_seq_params(self, stream: PackedInputs) -> PackedSeqParams:
-        """Return what attention needs to know about the stream: the borders of its sequences and,
-        for local layers, the rotary rotation of each token."""
+        """Return what attention needs to know about the packed sequences in `stream`: their borders
+        and, for local layers, the rotary rotation of each token."""
         borders = {
             "cu_seqlens_q": stream.cu_seqlens_S1,
             "cu_seqlens_kv": stream.cu_seqlens_S1,

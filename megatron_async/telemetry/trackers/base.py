@@ -7,7 +7,8 @@ or hang without any effect on the run.
 Invariants
 - The run never waits for a tracker: if the queue is full, a call is dropped and counted.
 - Exceptions of a tracker are counted; after `_MAX_FAILURES` in a row it is no longer called.
-- `close` waits for a limited time. A thread that has not ended by then ends with the process.
+- `close` waits for a limited time. A thread that has not ended by then ends when the process
+  ends.
 """
 
 import queue

@@ -76,11 +76,11 @@ class Buffers:
         return self._held[self._turn]
 
     def flatten(self, bucket: Bucket) -> FlatBucket:
-        """Copy the tensors of a bucket into the next buffer.
+        """Copy the tensors of a bucket into the next buffer; return the packed tensors.
 
-        If the bucket is a single contiguous tensor on the right device, such as an embedding, its
-        own memory is used without a copy. That saves the largest buffer: a tensor that is larger
-        than a bucket is always sent alone.
+        A bucket that is a single contiguous tensor on the device of the buffers is not copied: its
+        own memory is used. Every tensor larger than the bucket size is a bucket by itself, so the
+        buffers need not grow to the size of the largest tensor, such as an embedding.
         """
         alone = bucket[0][1].detach() if len(bucket) == 1 else None
         if alone is None or not alone.is_contiguous() or alone.device != self.device:

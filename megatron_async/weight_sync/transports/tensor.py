@@ -139,8 +139,8 @@ class TensorSender(WeightSender):
         self._end_session(transfer)
 
     def _handed(self, tensors: Bucket) -> PayloadBucket:
-        """Return a bucket with the same payload, made by this rank, for every tensor-parallel rank
-        of the engine."""
+        """Copy a bucket into one byte tensor and serialize that tensor; return a bucket with the
+        resulting payload once for each tensor-parallel rank of the engine."""
         flat = flat_copy(tensors, self._by_value)
         return PayloadBucket(flat, [serialize(flat)] * self.engine_settings.tensor)
 
