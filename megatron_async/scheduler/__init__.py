@@ -12,8 +12,8 @@ It does no I/O. It receives events and returns actions, which its caller carries
 - queues: trajectories that wait until one more request may run, and complete groups that wait for a
   batch.
 - lag: the staleness bound: which groups the next batch may contain, and which it must contain.
-- balance: chooses an engine for a trajectory: the one with the fewest tokens in its KV cache, or
-  one that already runs members of the trajectory's group.
+- balance: chooses an engine for a trajectory: the least loaded one, one that already runs members
+  of the trajectory's group, or the one that ran the last turn of the episode.
 - update_gate: allows a weight update once engines are idle or paused.
 - auto_concurrency: finds the number of requests in flight that gives the largest throughput
   (`schedule.concurrency: auto`), as pure functions of a state.

@@ -11,10 +11,11 @@ because a larger N' first fills the buffer of partial trajectories with tokens t
 contains yet. Among values of N' with the same rate, the smallest is best: more requests in flight
 cause more lag and more recomputation.
 
-The loop starts with as many requests as the KV caches have room for at their expected length, but
-at most with the requests of `START_BATCHES` batches. It then doubles N' as long as the rate rises
-enough. After that it tries the best N' times sqrt(2) and divided by sqrt(2). Then it stays at the
-best N' for `REST_WINDOWS` windows and repeats the trials, because lengths change while a policy
+The loop starts with as many requests as fill the share `START_FILL` of the KV caches at their
+expected length, but at most with the requests of `START_BATCHES` batches. It then doubles N' as
+long as the rate rises enough. After that it tries the best N' times sqrt(2) and divided by sqrt(2);
+if one of them is better, it continues in this direction. Then it stays at the best N' for
+`REST_WINDOWS` windows and repeats the trials with sqrt(2), because lengths change while a policy
 learns. The trials until the first rest are the first round. Its windows are short, because the
 values of N' that it compares, and so their rates, differ much.
 
@@ -24,20 +25,22 @@ Invariants
 - N' is measured in a *window*. A turnover is the time in which as many requests are completed as
   the larger of the old and the new N'. After a change of N', short responses are over- or
   under-represented in batches for a turnover, so `SETTLING_TURNOVERS` turnovers pass without
-  measurement. Then at least `WINDOW_BATCHES` batches and a turnover are measured.
+  measurement. Then at least `WINDOW_BATCHES` batches are measured, and at least as many completed
+  requests as the largest number of requests in flight.
 - A doubled N' is kept only if it raises the rate by at least the share `GAIN_PER_DOUBLING`. A
-  factor of sqrt(2) must raise it by at least half of that, and a division by sqrt(2) may lower it
-  by at most half of that. Every rate is compared with the best known rate, so that small losses do
-  not add up over several steps.
+  smaller factor must raise it in proportion to its logarithm (sqrt(2): by at least half of that),
+  and a step down may lower it by at most as much. Every rate is compared with the best known rate,
+  so that small losses do not add up over several steps.
 - N' is not raised if fewer than the share `SATURATED` of N' requests were in flight, because of
   back-pressure, a lag bound or too few prompts. It is not raised above `OVERCOMMIT` times the
-  number of requests with which the KV caches would be full. If an engine reports preemptions of at
-  least N' / 2 requests at once, the window ends immediately.
-- If a window has more than `PREEMPTION_LIMIT` preemptions per completed request, its N' becomes a
-  ceiling that later values stay below. The ceiling rises by the factor `CEILING_GROWTH` in each
-  round of trials.
+  number of requests with which the KV caches would be full. If a single load report of an engine
+  has N' / 2 preemptions or more, the window ends and N' is lowered immediately.
+- If such a report ends a window, or a window has more than `PREEMPTION_LIMIT` preemptions per
+  completed request, its N' becomes a ceiling that later values stay below. The ceiling rises by the
+  factor `CEILING_GROWTH` after each round of trials.
 - Equal inputs give equal outputs: times come from events, never from a clock. If the events have no
-  times (all are 0), no rate can be computed, and only preemptions change N'.
+  times (all are 0), no rate can be computed. Then N' changes only if a single load report has too
+  many preemptions, or if engines come up or go down.
 
 The values of the constants are assumptions, not measurements.
 """
@@ -148,7 +151,8 @@ class AutoConcurrency:
         best: The N' with the best known rate of trained tokens; 0 before the first measurement.
         best_rate: Rate at `best`, in trained tokens per second.
         step: The N' to try next is `best` * 2 ** `step`.
-        refused: Number of trials in a row that did not pay.
+        refused: Number of directions from `best` (up, down) that were tried with sqrt(2) and
+            rejected, or need no trial; at 2 the round ends.
         resting: Number of further windows at `best` before other values are tried again.
         later: 0 in the first round of trials, 1 after it; an index into `SETTLING_TURNOVERS` and
             `WINDOW_BATCHES`.
@@ -200,8 +204,9 @@ def capped(state: AutoConcurrency, cap: int | None, kv_tokens: int) -> AutoConcu
     """Start a new search for the best N' (the largest number of requests in flight), because
     engines came up or went down.
 
-    The search starts at the current N'. If nothing was measured yet, it starts at the N' with which
-    the KV caches are almost full. Rates that were measured with other engines are forgotten.
+    The search starts at the current N'. If nothing was measured yet, it starts at the N' that fills
+    the share `START_FILL` of the KV caches, but at most at the requests of `START_BATCHES` batches.
+    Rates and the ceiling that were found with other engines are forgotten.
 
     Args:
         cap: Largest number of requests that all engines together can run; None if unlimited.
@@ -217,8 +222,11 @@ def capped(state: AutoConcurrency, cap: int | None, kv_tokens: int) -> AutoConcu
 
 
 def loaded(state: AutoConcurrency, kv_usage: float, preemptions: int) -> AutoConcurrency:
-    """Add the load report of one engine to the current window. If it reports preemptions of at
-    least half of N' requests, lower N' (the largest number of requests in flight) at once.
+    """Add the load report of one engine to the current window. If the report has N' / 2 preemptions
+    or more, lower N' (the largest number of requests in flight) at once.
+
+    N' is not lowered while the report may still be caused by a larger N' before
+    (`Window.falling`).
 
     Args:
         kv_usage: Share of the engine's KV cache in use, 0 to 1.
@@ -243,8 +251,8 @@ def loaded(state: AutoConcurrency, kv_usage: float, preemptions: int) -> AutoCon
 def taken(state: AutoConcurrency, at_seconds: float, batched_tokens: int) -> AutoConcurrency:
     """Add a batch that the trainer took at time `at_seconds` to the current window of measurements.
 
-    If the window is complete, compute its rate of trained tokens and choose the next N', the
-    largest number of requests in flight.
+    If the window is complete, choose the next N', the largest number of requests in flight: by the
+    window's rate of trained tokens, or lower if the window has too many preemptions.
 
     Args:
         batched_tokens: Number of tokens of all batches so far, including this one.

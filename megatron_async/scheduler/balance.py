@@ -1,6 +1,6 @@
-"""Chooses an engine for each trajectory: the engine with the fewest tokens in its KV cache, or one
-that already runs members of the trajectory's group, so that they share the KV cache of their
-prompt.
+"""Chooses an engine for each trajectory: the least loaded one (its running trajectories fill the
+smallest share of its KV cache), one that already runs members of the trajectory's group, so that
+they share the KV cache of their prompt, or the one that ran the last turn of the episode.
 
 Invariants
 - Only engines that have loaded the current version and may run one more request are chosen.

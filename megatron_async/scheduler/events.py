@@ -3,7 +3,7 @@
 Events and actions are frozen data of integers, strings and tuples, so they can be recorded,
 replayed and compared. They contain ids of trajectories, never their tokens. The scheduler has no
 clock. Time limits are kept by the driver, the object that feeds events to the scheduler, and reach
-the scheduler as events. The only time that it sees is the field `BatchTaken.at_seconds`.
+the scheduler as events. The only time that it uses is the field `BatchTaken.at_seconds`.
 """
 
 from typing import Literal
@@ -190,8 +190,8 @@ class Aborted(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The engines reject a request as invalid, or several engines failed on it, so its group is
-    dropped."""
+    """The prompt of a request is at fault, so its group is dropped: the engines reject the request
+    as invalid, or requests or engines have failed on it repeatedly (`rollout/engine_health.py`)."""
 
     trajectory_id: int
 

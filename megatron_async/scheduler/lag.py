@@ -1,5 +1,5 @@
-"""Enforces the staleness bound: batch n contains only tokens of policy version max(0, n - k) or
-newer. The module decides which groups the next batch may contain and which it must contain.
+"""Enforces the staleness bound: in batch n, only tokens of policy version max(0, n - k) or newer
+are trained. The module decides which groups the next batch may contain and which it must contain.
 
 Let B be the number of groups of a batch, k the bound (`schedule.max_async_level`), v the number of
 the version that the engines serve, and n the number of the next batch. A group whose oldest token
@@ -15,7 +15,7 @@ Invariants
   (`may_emit`) while, for some d, more than (d - n) * B groups with a deadline <= d would remain
   after it, because the batches n + 1 to d could not contain all of them.
 - After each batch, `expired` returns every group whose deadline has passed. No such group is ever
-  batched.
+  batched, except with `on_stale: mask`, which masks the tokens that are too old.
 - After a resume or with `oversample`, more groups may be open than the batches until their
   deadlines can contain. Some of them are lost even if every batch waits for the oldest groups. A
   batch waits only if emitting it now would lose more groups than that.

@@ -100,7 +100,7 @@ class Lifecycle:
         insort(self.fresh, group, key=lambda other: -other.spec.priority)
 
     def start_group(self) -> None:
-        """Start the next group of the queue `fresh`: queue its members for submission."""
+        """Start the next group of the queue `fresh`: add its members to the queue `starts`."""
         group = self.fresh.pop(0)
         self._open(group)
         for entry in group.members:
@@ -258,10 +258,10 @@ class Lifecycle:
             self.ended_early(entry, out)
 
     def refused(self, event: ev.Refused, out: Actions) -> None:
-        """Drop the group of a trajectory whose running request the engines have rejected as
-        invalid.
+        """Drop the group of a trajectory whose running request was refused: the engines rejected it
+        as invalid, or requests or engines have failed on it repeatedly.
 
-        The request is not repeated, because the engines would reject it again.
+        The request is not repeated, because it would fail again.
         """
         entry = self._trajectories.get(event.trajectory_id)
         if entry is None or entry.state is not _RUNNING:
@@ -362,8 +362,8 @@ class Lifecycle:
             out.append(ev.Score(entry.trajectory_id))
 
     def environment_failed(self, event: ev.EnvironmentFailed, out: Actions) -> None:
-        """Restart an episode whose environment failed, or drop its group after too many
-        restarts."""
+        """Restart an episode whose environment failed, if the event asks for that and
+        `max_regenerations` allows it; otherwise drop its group."""
         entry = self._trajectories.get(event.trajectory_id)
         if entry is None or entry.state is not _WAITING:
             return
@@ -398,7 +398,8 @@ class Lifecycle:
 
     def _regenerate(self, entry: TrajectoryEntry, out: Actions) -> None:
         """Restart only trajectory `entry` from its prompt, after a failure of its scorer or
-        environment. The other members of its group keep their responses."""
+        environment. The other members of its group keep their responses, and the group waits for
+        it."""
         entry.regenerations += 1
         self.counts.regenerated += 1
         entry.deferred_action = DeferredAction.RESTART

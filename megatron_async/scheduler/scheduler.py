@@ -24,7 +24,8 @@ Invariants, for all settings
   current version.
 - A group is batched once, when it is complete, or dropped as a whole: if one member is dropped, the
   others are dropped for the same reason (`lifecycle.py`).
-- With a lag bound k, batch n contains only tokens of version max(0, n - k) or newer (`lag.py`).
+- With a lag bound k, only tokens of version max(0, n - k) or newer are trained in batch n
+  (`lag.py`).
 - The same events cause the same actions. An event about a trajectory that no longer exists or does
   not run changes nothing; such late reports arrive after an engine was lost.
 
@@ -246,8 +247,9 @@ class Scheduler:
 
         With `overlap: false`, from the emission of a batch until the version that is trained on it
         is published, nothing is emitted or submitted, and the weight update waits for the last
-        running request. So `_advance` could do nothing as long as requests run. Leaving it out
-        saves time at a step boundary, where thousands of requests end one after the other.
+        running request or was allowed when it was requested. So `_advance` could do nothing as long
+        as requests run. Leaving it out saves time at a step boundary, where thousands of requests
+        end one after the other.
         """
         if not (self._fleet.in_flight and self._awaits_version):
             self._advance(out)
@@ -380,8 +382,8 @@ class Scheduler:
         return True
 
     def _request_prompts(self, free: int, out: Actions) -> None:
-        """Request prompts for so many groups that their members use `free` requests, but not for
-        more groups than may be started now.
+        """Request prompts for so many groups that their members use `free` requests (or `free`
+        environments, if the task has episodes), but not for more groups than may be started now.
 
         Nothing is requested while an earlier request for prompts has no reply, while new groups
         wait to be started, or after the task has run out of prompts.

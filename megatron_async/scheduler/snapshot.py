@@ -36,8 +36,8 @@ _CLASSES: Final[dict[str, Any]] = {"TrajectoryState": TrajectoryState, "DropReas
 }
 _PLAIN: Final = frozenset({type(None), bool, int, float})
 _REF, _ENUM, _TEXT, _CONFIG = "@!'%"
-"""First character of each string in a snapshot, which says what the string stands for: a reference
-to an object, an enum member, a text, or the configuration.
+"""First character of each string that stands for a value, which says what it stands for: a
+reference to an object, an enum member, a text, or the configuration.
 
 Marking strings costs less time and fewer bytes than a JSON array for each value.
 """

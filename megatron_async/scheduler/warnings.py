@@ -4,8 +4,8 @@ failure that papers on asynchronous RL describe.
 `telemetry.health` has the warnings that are based on the trainer's metrics.
 
 Invariants
-- A warning is emitted once its condition has held `STREAK` times in a row. It is emitted again only
-  if the condition stops to hold and then holds as often again.
+- A warning is emitted when its condition has held `STREAK` times in a row. It is emitted again only
+  if the condition fails in between and then holds `STREAK` times in a row again.
 - The thresholds are assumed, since no source gives numbers. Each is a named constant.
 """
 
