@@ -18,7 +18,7 @@ store.
   still replies.
 - tracked_engine: the driver's state of one engine: whether its liveness checks are suspended, and
   for which policy versions its tokens are accepted.
-- background: the driver's background tasks. The first of them that fails ends the run.
+- background: the driver's background tasks, and the first failure of the run, which ends it.
 - weight_checks, probe: verification of engines after a weight update: compares their checksums, and
   compares log-probs of tokens that they sample with the trainer's. The limits are in
   `weight_sync.verify`.

@@ -5,8 +5,8 @@ A group is the set of trajectories that are sampled from one prompt.
 
 Invariants
 - A prompt that is too long for the engines still becomes a group in the store, and that group is
-  dropped as `refused`. Every prompt that was read thus has a group, so a resumed run knows from the
-  number of groups which prompt comes next.
+  dropped as `refused`. Every prompt that was not skipped (`prompts.py`) thus has a group, so a
+  resumed run finds the next prompt from the number of groups.
 - If engines refuse so many prompts in a row that the settings must be at fault and not the prompts
   (`too_many_refusals` in `engine_health.py`), the run ends with an error that says so. Dynamic
   sampling drops each group whose responses all have the same reward. If it drops every group for
@@ -36,9 +36,8 @@ from megatron_async.trajectory.types import (
     TrajectoryState,
 )
 
-# Dynamic sampling drops each group whose responses all have the same reward. The run stops once
-# it has dropped this many batches' worth of responses in a row and kept no group: if the policy
-# solves or fails every prompt, no batch would ever be complete.
+# Number of batches' worth of responses that dynamic sampling may drop in a row before the run
+# stops. If the policy solves or fails every prompt, no batch would ever be complete.
 MAX_FILTERED_ROUNDS: Final = 20
 
 

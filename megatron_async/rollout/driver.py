@@ -4,9 +4,9 @@ store.
 Invariants
 - Every event reaches the scheduler through `_feed`, one event at a time, on the event loop, and the
   driver carries out the resulting actions in order. Nothing else changes the scheduler. Requests
-  that are aborted in one iteration of the event loop are collected and reported as one event. Only
-  `TokensArrived` and `LeftQueue` events, which belong to requests that still run, may be passed on
-  before it.
+  that end before their response is complete (`Aborted`) in one iteration of the event loop are
+  collected and reported as one event. Only `TokensArrived` and `LeftQueue` events, which belong to
+  requests that still run, may be passed on before it.
 - The scheduler's actions that pause engines, allow an update and resume engines are carried out one
   after the other, never concurrently.
 - A stale engine (a new or restarted engine, or one that missed an update) serves no requests. The
@@ -262,8 +262,9 @@ class RolloutDriver:
         """Wait until the engines are ready for weights of `version`; return the clients of engines
         that must receive them.
 
-        Depending on `schedule.weight_update`, engines are ready when no request runs or when they
-        are paused. The wait has the same limit as the wait for a batch
+        Depending on `schedule.weight_update` and `schedule.boundary`, engines are ready when no
+        request runs or when they are paused (`scheduler/update_gate.py`). If no engine has loaded
+        the current version, there is no wait. The wait has the same limit as the wait for a batch
         (`trainer.wait_for_batch_seconds`), because with `drain` it lasts until the longest running
         response is complete. If `version` is the current version already, only stale engines are
         returned.
@@ -379,8 +380,8 @@ class RolloutDriver:
         self._step_aborted()
 
     def _step_aborted(self) -> None:
-        """Report all requests that were aborted in this iteration of the event loop to the
-        scheduler as one event.
+        """Report all requests that ended in this iteration of the event loop before their response
+        was complete (`Aborted`) to the scheduler as one event.
 
         Reporting them together saves work, because hundreds of requests are aborted at once when a
         batch is emitted.

@@ -89,8 +89,12 @@ class EngineHealth:
         return self.suspended or self._released_at >= since
 
     def silence(self, now: float) -> float:
-        """Return the seconds since this engine's last token, counting only the time in which it had
-        requests, was not suspended, and had no token waiting to be stored."""
+        """Return for how many seconds this engine has made no token, counting only the time in
+        which it had requests, was not suspended, and had no token waiting to be stored.
+
+        It is reset to 0 by a token, by the end of a suspension, and by the end of the last request,
+        unless the engine aborted that request by itself.
+        """
         return self._silence.seconds(now)
 
     def unreported(self, now: float) -> float:

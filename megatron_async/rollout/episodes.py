@@ -291,11 +291,11 @@ class Episodes:
 
         Depending on `episode.on_failure`, the event ends the episode, restarts it, or drops its
         group. An episode that was lost with its worker and could not be restored (`ReplayDiffers`)
-        restarts with every setting, and its failure is not counted. The run ends after
-        `MAX_FAILURES_IN_ROW` counted failures in a row.
+        restarts with every setting. The run ends after `MAX_FAILURES_IN_ROW` failures in a row,
+        without counting lost episodes.
         """
-        # A lost episode could not be restored. Such failures are not counted, because the death of
-        # one worker causes hundreds at once.
+        # A lost episode could not be restored. Such failures do not count toward the end of the
+        # run, because the death of one worker causes hundreds at once.
         lost = isinstance(error, ReplayDiffers)
         if not lost:
             self._failures += 1

@@ -6,8 +6,8 @@ to its end.
 
 Invariants
 - The problems of each set have a fixed order, so every evaluation of a run has the same problems.
-- A response without a score (its scorer failed, or engines refuse its prompt) counts as wrong. The
-  number of such responses is reported.
+- A response without a score counts as wrong: its scorer failed, engines refuse its prompt, or the
+  environment of its episode failed. The number of such responses is reported.
 - The problems of all sets are sent to the engines at once, so that the longest responses of one set
   do not delay another set.
 - Weights never change during a request, so every token is of a verified version (`EnginePool`).
@@ -123,7 +123,7 @@ class EvalResult:
         accuracy: Share of responses with a reward of at least `solved_at` (avg@k).
         responses: Number of responses, including missing responses.
         score_failures: Number of responses whose scorer failed, including failures that count as
-            reward 0.
+            reward 0, and of episodes that could not be played to their end.
         refused: Number of missing responses because no engine accepts their prompt; they count as
             wrong.
         reward_mean: Mean reward; a response without a score counts as 0.

@@ -15,9 +15,9 @@ Invariants
   request, and the store refuses an append whose key is not the trajectory's current key. In
   addition, `Generation` has at most one request for each trajectory and cancels the streams of all
   others. Canceling alone would not be enough: a canceled stream ends only in the next iteration of
-  the event loop, and an engine that was taken out of service because it was slow may continue to
-  stream. The guarantee matters because tokens of a second writer, mixed into a response, would have
-  log-probs that look right.
+  the event loop, and an engine that was taken out of service may still be alive and continue to
+  stream (it was slow, its load report was lost, or its weights were suspect). The guarantee matters
+  because tokens of a second writer, mixed into a response, would have log-probs that look right.
 - A failure counts against the engine, request or prompt for which there is evidence
   (`engine_health.py`). A refused request counts only against its prompt. After a broken stream, the
   engine is first asked whether it still replies.

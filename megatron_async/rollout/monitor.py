@@ -3,7 +3,7 @@ engine for its version after a request on it failed.
 
 Invariants
 - An engine is taken out of service only on evidence about the engine itself (`engine_health.py`).
-  This is the case if two calls in a row for its version fail, or if for
+  The monitor takes it out if two calls in a row for its version fail, or if for
   `engines.hang_timeout_seconds` it does not reply to a poll, sends no readable load report, or
   makes no token although it has requests.
 - The monitor never restarts an engine; the fleet does.

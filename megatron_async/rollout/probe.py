@@ -7,8 +7,8 @@ to the engine, is 1 up to rounding, the engine's weights, sampling and log-probs
 
 Invariants
 - Every engine samples the same number of tokens, even if the model would end its response earlier.
-- The requests of a check are processed before all other requests in the engine's queue, so they
-  wait on a full engine only until running requests end.
+- The requests of a check are processed before all other requests in the engine's queue, so on a
+  full engine they start as soon as running requests end.
 - The time limit restarts with each chunk of tokens, so an engine that is slow but makes tokens does
   not fail the check.
 - A request whose stream breaks off is sent again, because a single broken stream is no evidence

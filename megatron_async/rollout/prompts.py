@@ -86,7 +86,7 @@ class TaskPrompts:
 
     Args:
         file: File for positions and scores; it is created only if there are pools.
-        groups: Number of groups that exist already; every group has read one prompt.
+        groups: Number of groups that exist already; each has one prompt.
         solved_at: Smallest reward with which a response counts as right.
     """
 

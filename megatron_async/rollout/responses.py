@@ -16,8 +16,8 @@ Invariants
 - At most `slots` requests run on one engine of an `EnginePool` at once, and no request runs between
   the return of `suspend` and the call of `release`. Weights therefore never change during a
   request. A request that continues a response gets an engine before a request that starts one.
-- If an engine fails, its responses are continued on another engine. A response is given up only
-  after `_TRIES` of its requests have failed.
+- If an engine fails, its responses are continued on an engine that still serves. A response is
+  given up only after `_TRIES` of its requests have failed.
 """
 
 import asyncio

@@ -188,8 +188,8 @@ def reward_means(groups: Iterable[Group]) -> dict[str, float]:
     """Return the mean reward of the trajectories in a batch, and the mean of each named reward
     component.
 
-    The reward of an episode is the undiscounted sum over its turns. The mean of a component is over
-    the trajectories that have this component.
+    The reward of an episode contains the rewards of its turns without a discount. The mean of a
+    component is over the trajectories that have this component.
     """
     values: defaultdict[str, list[float]] = defaultdict(list)
     rewards = []

@@ -3,8 +3,8 @@
 Invariants
 - Counters only grow. The metrics of a batch are differences since the batch before it (for the
   first batch: since this process started), so that they add up over the batches of one process.
-- A metric without a measurement is left out of a batch: KV usage before the first load report of an
-  engine, and the seconds per score if nothing was scored.
+- A metric without a measurement is left out of a batch, for instance KV usage before the first load
+  report of an engine, and the seconds per score if nothing was scored.
 - Times are wall-clock seconds of the driver's process.
 - Generation time is the time in which requests may run. It stops when a weight update starts, and
   without `overlap` already when a batch is emitted. It continues when the update has ended.
@@ -304,8 +304,9 @@ class RolloutStatistics:
             metrics["rollout/kv_usage"] = float(np.mean(reports))
             metrics["rollout/kv_usage_max"] = max(reports)
         self._kv_reports = []
-        # Start a new maximum of the number of running requests for the next batch: the concurrency
-        # N', or the requests that still run if `auto` has just lowered N' below their number.
+        # If `auto` has lowered the concurrency N', the maximum of the number of running requests
+        # before counts no longer: lower it to N', or to the number of requests that still run if
+        # that is larger.
         self._peak_running = min(self._peak_running, max(view.concurrency, self._running))
         return metrics
 
