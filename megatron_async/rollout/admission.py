@@ -157,8 +157,8 @@ class Admission:
         """Return the stored groups on which the current weights were not trained, in the form that
         the scheduler needs to resume them.
 
-        Trajectories with invalid token ids or log-probs are dropped first. With `episode.resume:
-        restart`, episodes that have not ended are reset to their prompt.
+        Trajectories with invalid token ids or log-probs are dropped first. With
+        `episode.resume: restart`, episodes that have not ended are reset to their prompt.
 
         Args:
             end_if_complete: Function that finishes a partial trajectory if its stored response is

@@ -1,5 +1,5 @@
-"""Alternates the use of devices between engines and trainer if they share them (`engines.placement:
-colocated`).
+"""Alternates the use of devices between engines and trainer if they share them
+(`engines.placement: colocated`).
 
 The manager knows from the trainer's calls what the trainer has on the devices. When it gets a batch
 or asks for the store's position for a checkpoint, it is about to use the devices. When it starts a
