@@ -342,7 +342,8 @@ class Trajectory:
         return tuple(map(_branch, self.spans()))
 
     def returns(self, discount: float) -> list[float]:
-        """Return, for each turn, its reward plus `discount` * the result for the next turn.
+        """Return the discounted return of each turn: its reward, plus `discount` times the return
+        of the next turn.
 
         The last turn's reward includes what scorers add: it is set so that the rewards of all turns
         sum up to the reward of the trajectory.

@@ -65,7 +65,7 @@ class MortalBackend:
 async def played(sessions: EpisodeSessions, number: int) -> StepResult:
     opened = await sessions.begin(number, {})
     return await sessions.step(
-        number, {}, [Turn(0, None, 0, opened.messages)], [1], room=10, last=False
+        number, {}, [Turn(0, None, 0, opened.messages)], [1], input_budget=10, last=False
     )
 
 
@@ -95,7 +95,7 @@ async def test_worker_forgets_an_episode_when_the_call_of_its_caller_is_canceled
     turns = [Turn(0, None, 0, opened.messages)]
     asking = {
         "begin": lambda: sessions.begin(1, {}),
-        "step": lambda: sessions.step(1, {}, turns, [1], room=1, last=False),
+        "step": lambda: sessions.step(1, {}, turns, [1], input_budget=1, last=False),
     }
     call = asyncio.create_task(asking[method]())
     await asyncio.sleep(0.01)
