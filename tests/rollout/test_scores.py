@@ -148,8 +148,8 @@ _POLL_SECONDS = 0.001
 
 
 class Slowest(Fixed):
-    """Scorer that works on one response at a time, only while no request runs and the batch of
-    `step` is not complete.
+    """Scorer that works on one response at a time, and only while finished groups prevent the start
+    of new groups, no request runs, and the batch of `step` is not complete.
 
     So generation is always faster than scoring, and scoring never gets ahead while the trainer
     works.
@@ -163,7 +163,9 @@ class Slowest(Fixed):
     def _rests(self) -> bool:
         assert self.trainer is not None
         driver = self.trainer.manager._driver
-        return bool(driver.status()["running"]) or driver._scheduler.view().next_step > self.step
+        view = driver._scheduler.view()
+        may_start = view.finished_groups < driver._scheduler.config.max_waiting_batches * GROUPS
+        return may_start or bool(driver.status()["running"]) or view.next_step > self.step
 
     async def score(
         self, prompt: Prompt, response_ids: Any
