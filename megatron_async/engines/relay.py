@@ -136,7 +136,7 @@ class StreamRelay:
         try:
             async with aclosing(self._client.generate(request)) as chunks:
                 async for chunk in chunks:
-                    if not self._outbox.has_room(stream):
+                    if not self._outbox.accepts_more(stream):
                         await self._room(stream)
                     self._put(stream, chunk)
         except (EngineError, ComponentFailure) as failure:
@@ -149,7 +149,7 @@ class StreamRelay:
         from it."""
         event = self._blocked[stream] = asyncio.Event()
         try:
-            while not self._outbox.has_room(stream):
+            while not self._outbox.accepts_more(stream):
                 event.clear()
                 await event.wait()
         finally:
@@ -186,7 +186,7 @@ class Pace:
     def __init__(self) -> None:
         self.streams = 0
         self.engines = 0
-        self.turn = asyncio.Lock()
+        self.report_lock = asyncio.Lock()
         """Lock that is held while the report of one engine is processed, so that reports of several
         engines are processed one after the other."""
 
@@ -328,7 +328,7 @@ class RelayedEngine(ForwardingClient):
         while self._inboxes:
             acknowledged, self._acknowledged = self._acknowledged, []
             report = await self._relay.report(acknowledged)
-            async with self._pace.turn:
+            async with self._pace.report_lock:
                 for number, (stream, item) in enumerate(report.items(), 1):
                     if (inbox := self._inboxes.get(stream)) is not None:
                         inbox.put(item)

@@ -123,7 +123,7 @@ class Outbox:
         """Whether a running stream has reported tokens that the manager has not acknowledged."""
         return bool(self._reported)
 
-    def has_room(self, stream: int) -> bool:
+    def accepts_more(self, stream: int) -> bool:
         """Return whether more items of `stream` may be added without waiting for an
         acknowledgment."""
         return stream in self._unbound or self.held(stream) < self._chunk_tokens

@@ -105,36 +105,36 @@ def test_outbox_span_has_queue_time_of_first_chunk_and_end_of_last_chunk() -> No
     )
 
 
-def test_outbox_has_room_for_an_unbound_stream_until_the_stream_ends() -> None:
+def test_outbox_accepts_more_for_an_unbound_stream_until_the_stream_ends() -> None:
     outbox = Outbox(64)
     outbox.unbind(0)
     for index in range(9):
-        assert outbox.has_room(0)
+        assert outbox.accepts_more(0)
         outbox.put(0, chunk(100 * index, 64))
     outbox.take(9)
-    assert outbox.has_room(0) and outbox.unacknowledged
+    assert outbox.accepts_more(0) and outbox.unacknowledged
     outbox.put(0, chunk(0, 0, end="abort"))
     outbox.take(9)
     outbox.put(0, chunk(0, 64))
-    assert not outbox.has_room(0)
+    assert not outbox.accepts_more(0)
 
 
-def test_outbox_has_room_for_a_stream_until_a_chunk_is_unacknowledged() -> None:
+def test_outbox_accepts_more_for_a_stream_until_a_chunk_is_unacknowledged() -> None:
     outbox = Outbox(64)
     outbox.put(0, chunk(0, 63))
-    assert outbox.has_room(0) and outbox.has_room(1) and not outbox.unacknowledged
+    assert outbox.accepts_more(0) and outbox.accepts_more(1) and not outbox.unacknowledged
     outbox.take(9)
-    assert outbox.has_room(0) and outbox.unacknowledged
+    assert outbox.accepts_more(0) and outbox.unacknowledged
     outbox.put(0, chunk(63, 1))
-    assert not outbox.has_room(0) and outbox.has_room(1)
+    assert not outbox.accepts_more(0) and outbox.accepts_more(1)
     outbox.acknowledge([0])  # This acknowledges the 63 reported tokens; one token still waits.
-    assert outbox.has_room(0) and not outbox.unacknowledged
+    assert outbox.accepts_more(0) and not outbox.unacknowledged
     outbox.put(0, chunk(64, 63))
-    assert not outbox.has_room(0)
+    assert not outbox.accepts_more(0)
     outbox.take(9)
-    assert not outbox.has_room(0)
+    assert not outbox.accepts_more(0)
     outbox.acknowledge([0])
-    assert outbox.has_room(0)
+    assert outbox.accepts_more(0)
 
 
 def test_outbox_expects_no_acknowledgment_of_ended_or_forgotten_streams() -> None:
