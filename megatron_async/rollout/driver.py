@@ -120,7 +120,7 @@ class RolloutDriver:
         self._scoring = Scoring(
             store, prompts, scorers, self.statistics, config.scorers.of_groups, self._reward_ready
         )
-        to_scheduler = (self.background, self._feed, self._longest_tokens)
+        to_scheduler = (self.background, self._feed, self._max_sequence_tokens)
         self._episodes = Episodes(config, store, environments, self.statistics, *to_scheduler)
 
     # ------------------------------------------------------------ start and close
@@ -458,12 +458,14 @@ class RolloutDriver:
         self._feed(ev.RewardReady(trajectory_id, reward, regenerate))
 
     async def _fetch_prompts(self, count: int) -> None:
-        groups = await self._admission.take(min(count, _GROUPS_AT_A_TIME), self._longest_tokens())
+        groups = await self._admission.take(
+            min(count, _GROUPS_AT_A_TIME), self._max_sequence_tokens()
+        )
         # At most `_GROUPS_AT_A_TIME` groups are passed on. If the scheduler can start more
         # requests, it replies with another `RequestPrompts`.
         self._feed(ev.PromptsAvailable(groups))
 
-    def _longest_tokens(self) -> int | None:
+    def _max_sequence_tokens(self) -> int | None:
         """Return the largest of the engines' limits on the tokens of prompt and response together;
         None if no limit is known."""
         # The largest limit counts, because an engine with a smaller limit refuses a longer request
