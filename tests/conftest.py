@@ -28,7 +28,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 @pytest.fixture(scope="session")
 def sglang_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
     """Provide one SGLang CPU server for the session; each test must start with
-    `sglang_engine.hold("a")`."""
+    `sglang_engine.reset_to("a")`."""
     pytest.importorskip("sglang")
     from tests.engine import start_engine
 

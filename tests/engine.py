@@ -1,7 +1,7 @@
 """Provides one real SGLang server for a test session, and small models for the server.
 
-A test must start with `engine.hold("a")`. After this call, the server has the weights of model `a`,
-runs no request and is not paused, regardless of earlier tests.
+A test must start with `engine.reset_to("a")`. After this call, the server has the weights of model
+`a`, runs no request and is not paused, regardless of earlier tests.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class EngineUnderTest:
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         return call(self.address, "POST", path, body, _CALL_SECONDS)
 
-    def hold(self, model: str, version: PolicyVersion = PolicyVersion(0, 0)) -> None:  # noqa: B008
+    def reset_to(self, model: str, version: PolicyVersion = PolicyVersion(0, 0)) -> None:  # noqa: B008
         """Make the server idle and not paused, with the weights of `model` as policy version
         `version`."""
         self.post("abort_request", {"abort_all": True})

@@ -397,7 +397,7 @@ def test_conversion_memory_stays_about_twice_the_largest_file(tmp_path: Path) ->
 def test_converted_model_has_the_same_checksum_in_sglang(
     sglang_engine: EngineUnderTest, tmp_path: Path
 ) -> None:
-    sglang_engine.hold("a")
+    sglang_engine.reset_to("a")
     expected = sglang_engine.checksum()
     source = sglang_engine.directories["a"]
     call("hf-to-megatron", "--src", source, "--dst", tmp_path / "m", "--tp", 2, "--pp", 2)

@@ -35,7 +35,7 @@ PROMPT = [5, 9, 17, 3]
 
 @pytest.fixture
 def engine(sglang_engine: EngineUnderTest) -> EngineUnderTest:
-    sglang_engine.hold("a", OLD)
+    sglang_engine.reset_to("a", OLD)
     return sglang_engine
 
 

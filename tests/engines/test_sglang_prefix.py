@@ -59,7 +59,7 @@ def test_request_started_after_an_in_place_update_uses_only_new_weights(
     """A request that was sent before the update, and waited in the engine's queue during the
     update, also uses only the new weights."""
     engine = sglang_engine
-    engine.hold("a", OLD)
+    engine.reset_to("a", OLD)
     capacity = engine.run(lambda client: _capacity(client))
     long = 1900
     fillers = capacity // (len(PROMPT) + long)
@@ -105,7 +105,7 @@ def test_group_members_share_a_cached_prompt_only_within_one_version(
     sglang_engine: EngineUnderTest,
 ) -> None:
     engine = sglang_engine
-    engine.hold("a", OLD)
+    engine.reset_to("a", OLD)
 
     def cached() -> int:
         body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}

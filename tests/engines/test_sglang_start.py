@@ -131,7 +131,7 @@ def test_tensor_ranks_rendezvous_without_a_listening_sglang_store(tmp_path: Path
         prompt = [5, 9, 17, 3]
         request = make_request("r", prompt, 20)
         for name, model in engine.models.items():
-            engine.hold(name)
+            engine.reset_to(name)
             chunks: list[TokenChunk] = engine.run(lambda client: collect(client, request))
             ids = [*prompt, *(int(token) for chunk in chunks for token in chunk.token_ids)]
             expected = reference_logprobs(model, ids)[len(prompt) - 1 :]
@@ -196,7 +196,7 @@ def test_spawned_scheduler_has_the_projects_hooks_and_loads_updates(
         children = psutil.Process(engine.process.pid).children(recursive=True)
         [scheduler] = [child for child in children if child.name() == "sglang::scheduler"]
         assert (site / str(scheduler.pid)).exists(), "the scheduler was not spawned"
-        engine.hold("b", PolicyVersion(3, 7))
+        engine.reset_to("b", PolicyVersion(3, 7))
         request = make_request("r", [5, 9, 17, 3], 50)
         chunks: list[TokenChunk] = engine.run(lambda client: collect(client, request))
         assert {chunk.version for chunk in chunks} == {PolicyVersion(3, 7)}

@@ -145,7 +145,7 @@ def test_real_engine_samples_have_ratio_one_at_the_temperature_of_the_run(
 ) -> None:
     """With other weights, or with log-probs at another temperature, the ratio is far from 1."""
     engine = sglang_engine
-    engine.hold("a", VERSION)
+    engine.reset_to("a", VERSION)
     sampling = SamplingConfig(temperature=temperature)
     samples = engine.run(lambda c: sample(c, PROMPTS, sampling, VERSION, 48, 30.0))
     batch = packed(samples, temperature)
@@ -164,7 +164,7 @@ def test_probe_requests_precede_queued_requests_when_the_engine_is_full(
     sglang_engine: EngineUnderTest,
 ) -> None:
     engine = sglang_engine
-    engine.hold("a", VERSION)
+    engine.reset_to("a", VERSION)
     prompt, long = PROMPTS[0].tolist(), 1900
 
     async def check(client: SGLangClient) -> list[list[Any]]:

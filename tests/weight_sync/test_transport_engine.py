@@ -41,7 +41,7 @@ TRANSPORTS = ["distributed", "tensor", "disk"]
 
 @pytest.fixture
 def engine(sglang_engine: EngineUnderTest) -> EngineUnderTest:
-    sglang_engine.hold("a", OLD)
+    sglang_engine.reset_to("a", OLD)
     return sglang_engine
 
 
