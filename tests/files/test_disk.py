@@ -85,7 +85,7 @@ def test_writing_explains_safetensors_error_when_disk_is_full(disk: SmallDisk) -
     assert str(failure.value).startswith(f"{file} cannot be written: No space left on device; free")
 
 
-def test_check_room_raises_when_disk_is_full_and_leaves_no_file(disk: SmallDisk) -> None:
+def test_check_free_space_raises_when_disk_is_full_and_leaves_no_file(disk: SmallDisk) -> None:
     check_free_space(disk.path, 1 << 20)
     disk.fill(leave=1 << 19)
     with pytest.raises(CannotWrite, match=f"^{disk.path} cannot be written: No space left"):
@@ -97,10 +97,12 @@ def test_check_room_raises_when_disk_is_full_and_leaves_no_file(disk: SmallDisk)
         check_free_space(disk.path, 1)
 
 
-class TestLineFile:
+class TestJsonLinesFile:
     LINE = json.dumps({"a": "x" * 3000}) + "\n"
 
-    def test_line_file_never_has_part_of_a_line_when_disk_is_full(self, disk: SmallDisk) -> None:
+    def test_json_lines_file_never_has_part_of_a_line_when_disk_is_full(
+        self, disk: SmallDisk
+    ) -> None:
         path = disk.path / "a.jsonl"
         lines = JsonLinesFile(path)
         disk.fill(leave=5 * 4096)
@@ -124,7 +126,7 @@ class TestLineFile:
         assert path.read_text() == (written + 1) * self.LINE
 
     @pytest.mark.parametrize("replaced", [False, True], ids=["removed", "replaced"])
-    def test_line_file_is_created_again_when_removed_or_replaced(
+    def test_json_lines_file_is_created_again_when_removed_or_replaced(
         self, tmp_path: Path, replaced: bool
     ) -> None:
         path = tmp_path / "a.jsonl"
@@ -139,7 +141,7 @@ class TestLineFile:
         lines.close()
         assert path.read_text() == '{"a": 0}\n' * replaced + '{"a": 2}\n'
 
-    def test_line_file_buffers_lines_up_to_a_limit(self, tmp_path: Path) -> None:
+    def test_json_lines_file_buffers_lines_up_to_a_limit(self, tmp_path: Path) -> None:
         lines = JsonLinesFile(tmp_path / "a.jsonl", new=True)
         lines.write(self.LINE)
         assert (tmp_path / "a.jsonl").read_text() == ""
@@ -164,7 +166,7 @@ class TestLineFile:
         ],
         ids=["empty", "whole", "torn", "no newline", "torn first", "long", "long first"],
     )
-    def test_line_file_repairs_the_last_line_when_it_is_incomplete(
+    def test_json_lines_file_repairs_the_last_line_when_it_is_incomplete(
         self, tmp_path: Path, before: str, after: str
     ) -> None:
         path = tmp_path / "a.jsonl"

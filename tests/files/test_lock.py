@@ -86,7 +86,7 @@ def test_file_lock_is_held_in_its_own_process_until_all_shares_are_closed(tmp_pa
     FileLock.acquire(path, Holder.this_process("second")).close()
 
 
-def test_holder_does_not_live_here_when_start_time_or_host_differs() -> None:
+def test_holder_is_not_running_here_when_start_time_or_host_differs() -> None:
     me = Holder.this_process("me")
     assert me.is_running_here()
     assert not Holder(me.pid, me.host, me.started - 1.0, "me").is_running_here()

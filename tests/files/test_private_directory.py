@@ -21,7 +21,7 @@ from megatron_async.files.private_directory import (
 )
 
 
-def test_temporary_files_go_to_own_directory_but_large_ones_do_not(
+def test_temporary_files_go_to_private_directory_except_large_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -55,7 +55,7 @@ def test_compiled_kernels_stay_on_this_node_unless_user_sets_a_directory(
     assert temporary_files(tmp_path, home | {variable: "/mine"})[variable] == "/mine"
 
 
-def test_own_directory_removes_unlocked_directories_when_old_and_empty() -> None:
+def test_private_directory_removes_unlocked_directories_when_old_and_empty() -> None:
     parent = user_directory("megatron-async")
     with private_directory() as mine:
         old, new = (parent / f"left{seconds}{mine.name}" for seconds in (90, 0))
