@@ -418,13 +418,13 @@ def main() -> None:
     config = settings(arguments.streams, arguments.engines, arguments.interval)
     with (
         tempfile.TemporaryDirectory(prefix="streams-") as scratch,
-        local_backend(Path(scratch)) as place,
+        local_backend(Path(scratch)) as backend,
         stub_engines(
             arguments.engines, arguments.stubs, arguments.interval, arguments.rate
         ) as urls,
     ):
         names = [] if arguments.direct else [f"host{i}" for i in range(arguments.hosts)]
-        hosts = [place.start(Relays, name=name) for name in names]
+        hosts = [backend.start(Relays, name=name) for name in names]
         run = Run(config, urls, hosts, Path(scratch))
         figures = uvloop.run(measure(run, arguments.streams, arguments.seconds))
     wanted = arguments.streams * arguments.rate

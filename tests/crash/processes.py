@@ -91,7 +91,7 @@ class Program:
             for fault in faults:
                 time.sleep(LONGER * fault.after)
                 self._do(fault)
-                self._go_on(fault)
+                self._continue(fault)
             run.last_life(steps=2)
             run.wait_for_end()
         except RunFailed as failure:
@@ -100,7 +100,7 @@ class Program:
             self._edges.heal()
             run.close()
 
-    def _go_on(self, fault: Fault) -> None:
+    def _continue(self, fault: Fault) -> None:
         """End `fault` and wait for another step; resume the run first if the fault ended it.
 
         Raises:

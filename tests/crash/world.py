@@ -309,12 +309,12 @@ class World:
         """
         config = self.config
         if not config.has_episodes:
-            return await self._lived(scorer, NumberedTask(), None)
+            return await self._run_until_end(scorer, NumberedTask(), None)
         task = build_task(config.task, config.model.path, config.eval, has_episodes=True)
-        with local_backend(self.directory.path / "ledger") as place:
-            return await self._lived(scorer, task, EnvironmentWorkers(config, place))
+        with local_backend(self.directory.path / "ledger") as backend:
+            return await self._run_until_end(scorer, task, EnvironmentWorkers(config, backend))
 
-    async def _lived(
+    async def _run_until_end(
         self, scorer: Any, task: Any, environments: EnvironmentWorkers | None
     ) -> str | None:
         model = model_of(self.config)

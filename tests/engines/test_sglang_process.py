@@ -119,7 +119,7 @@ def test_start_raises_with_the_end_of_the_log_when_the_server_exits_early(
     assert time.monotonic() - started < 10
 
 
-def test_start_stops_the_server_when_it_does_not_answer_in_time(
+def test_start_stops_the_server_when_it_does_not_reply_in_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     _replace_server(monkeypatch, _SILENT, ("sh", "-c"))

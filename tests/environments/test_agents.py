@@ -303,7 +303,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("program", FAULTS)
-async def test_agent_fault_is_one_sentence_when_the_program_fails(model: str, program: str) -> None:
+async def test_agent_fault_is_one_message_when_the_program_fails(model: str, program: str) -> None:
     worker = worker_of(model, program, step_seconds=0.2 if program == "sleeps" else 30.0)
     with pytest.raises(EnvironmentFault, match=FAULTS[program]):
         await worker.begin("a.5.0", PAYLOAD)
@@ -341,7 +341,7 @@ async def test_agent_may_return_none_only_when_a_reward_is_set(model: str) -> No
         ("import os; raise ValueError(os.environ['OPENAI_API_KEY'])", r"ValueError: \(key\)$"),
     ],
 )
-async def test_agent_command_fault_is_one_sentence_when_the_command_fails(
+async def test_agent_command_fault_is_one_message_when_the_command_fails(
     model: str, code: str, sentence: str
 ) -> None:
     worker = worker_of(model, "", command=[sys.executable, "-c", code])
@@ -459,7 +459,7 @@ def test_agent_check_error_names_the_program_once(model: str) -> None:
         check_environment(config, PAYLOAD, None)
 
 
-async def test_gateway_command_answers_each_call_separately(model: str) -> None:
+async def test_gateway_command_replies_to_each_call_separately(model: str) -> None:
     config = build_config({"model": {"path": model}, "sampling": {"max_new_tokens": 8}})
     simulated = SimulatedEngineModel(mean_length=100, step_seconds=0.0, max_sequence_tokens=100)
     engine = SimulatedEngine("engine", simulated)

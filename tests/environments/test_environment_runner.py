@@ -384,7 +384,7 @@ def boom() -> None:
         ),
     ],
 )
-async def test_environment_fault_is_one_sentence_when_user_code_misbehaves(
+async def test_environment_fault_is_one_message_when_user_code_misbehaves(
     threads: Threads, cls: Any, sentence: str
 ) -> None:
     runner = runner_of(cls, threads, seconds=0.2)
@@ -410,14 +410,14 @@ def test_opening_of_a_class_of_tools_is_checked(threads: Threads) -> None:
 
 
 def test_reset_error_names_the_columns_when_the_row_lacks_an_argument(threads: Threads) -> None:
-    class Misspelt:
+    class Misspelled:
         def reset(self, sead: int, **row: Any) -> str:
             return "Guess."
 
         def step(self, answer: Answer) -> Step:
             return Step(done=True)
 
-    runner = runner_of(Misspelt, threads)
+    runner = runner_of(Misspelled, threads)
     with pytest.raises(EnvironmentFault, match=r"does not fit a row of level, seed: .*'sead'"):
         asyncio.run(runner.reset({"seed": 1, "level": 2}, ()))
 

@@ -140,7 +140,7 @@ async def test_gateway_closes_connections_that_send_no_key(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_call_is_not_received_when_its_client_left_before_the_reply(
+def test_call_is_not_received_when_its_client_disconnected_before_the_reply(
     stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body() -> None:

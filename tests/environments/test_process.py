@@ -110,7 +110,7 @@ ENDS_AS_FAULT = {
 
 
 @pytest.mark.parametrize("how", ENDS_AS_FAULT)
-async def test_environment_fault_is_one_sentence_and_other_episodes_continue(
+async def test_environment_fault_is_one_message_and_other_episodes_continue(
     villains: Workers, how: str
 ) -> None:
     """An episode that is played afterwards succeeds in the same process."""

@@ -164,7 +164,9 @@ def test_retry_gets_the_abandoned_call_when_equal_calls_wait(
 
 
 @pytest.mark.parametrize("sent", [False, True])
-def test_retry_gets_its_response_when_the_client_left_before_reading(loop: str, sent: bool) -> None:
+def test_retry_gets_its_response_when_the_client_disconnected_before_reading(
+    loop: str, sent: bool
+) -> None:
     """With `sent`, the response has arrived at the client, which did not read it.
 
     Otherwise the gateway's loop has not even processed the closed connection when it sends.

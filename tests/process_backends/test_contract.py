@@ -51,7 +51,7 @@ class Suite:
 def backend(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ProcessBackend]:
-    folder = tmp_path_factory.mktemp("place")
+    folder = tmp_path_factory.mktemp("backend")
     if request.param == "local":
         with local_backend(folder, gpus="3,5") as found:
             yield found

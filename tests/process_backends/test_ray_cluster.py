@@ -86,7 +86,7 @@ def test_ray_start_removes_files_of_ended_sessions_except_the_newest(
     assert [session.exists() for session in sessions] == [False, True, True]
 
 
-def test_join_ray_error_is_one_sentence_when_the_cluster_is_missing(
+def test_join_ray_error_is_one_message_when_the_cluster_is_missing(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def init(**arguments: object) -> None:

@@ -172,7 +172,7 @@ async def test_prompts_are_submitted_and_resumed_in_order_of_priority(tmp_path: 
     assert await submitted(tmp_path, ResumePoint(1, 0, 0)) == [3, 3, 2, 2, 1, 1, 0, 0]
 
 
-def test_filtered_rounds_are_counted_until_a_group_is_kept(
+def test_filter_streak_counts_rounds_until_a_group_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(admission, "MAX_FILTERED_ROUNDS", 3)

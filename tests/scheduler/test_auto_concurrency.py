@@ -55,7 +55,7 @@ class Loop:
     [(1_000, 9), (2_000, 18), (1_000_000, 32), (100, 4)],
     ids=["what the cache holds", "more of it", "two batches at most", "one group at least"],
 )
-def test_auto_starts_with_as_many_requests_as_the_kv_cache_has_room_for(
+def test_auto_starts_with_as_many_requests_as_fit_into_the_kv_cache(
     kv_tokens: int, first: int
 ) -> None:
     state = auto.capped(auto.start(4, 4, 100), None, kv_tokens)
