@@ -26,8 +26,8 @@ class UserError(Exception):
     def __init__(self, message: str) -> None:
         super().__init__(
             "".join(
-                c if c.isprintable() else " " if c == "\n" else c.encode("unicode_escape").decode()
-                for c in message
+                c if c.isprintable() else c.encode("unicode_escape").decode()
+                for c in message.replace("\n", " ")
             )
         )
 

@@ -53,8 +53,10 @@ def parse_json(text: str, what: str) -> Any:
     try:
         return json.loads(text, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, " * ("\n" in text) + f"column {error.colno}"
-        raise UserError(f"{what} is not valid JSON: {error.msg} ({where})") from error
+        line = f"line {error.lineno}, " if "\n" in text else ""
+        raise UserError(
+            f"{what} is not valid JSON: {error.msg} ({line}column {error.colno})"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{what} is not valid JSON: {_reason(error)}") from error
 
