@@ -54,7 +54,8 @@ class RankJob:
         with torchrun(
             config.parallel.ranks // (1 if node is None else node.count),
             self.module,
-            *(str(directory.path), *self.arguments),
+            str(directory.path),
+            *self.arguments,
             log_file=directory.logs / f"{self.name}{'' if node is None else f'-{node.index}'}.log",
             environment=trainer_environment(os.environ, one_machine=node is None),
             rendezvous=None if node is None else node.rendezvous(),
