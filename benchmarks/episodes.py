@@ -45,7 +45,9 @@ def paths_of(example: str, folder: Path) -> list[str]:
     """Return the settings that name the files of a prepared example."""
     data = folder / example
     named = [f"model.path={data / 'model'}", f"sft.data={data / EXAMPLES[example]}.jsonl"]
-    return [*named, *([f"task.path={data / 'products.jsonl'}"] * (example == "calculator"))]
+    if example == "calculator":
+        named.append(f"task.path={data / 'products.jsonl'}")
+    return named
 
 
 def untrained_model(example: str, folder: Path) -> Path:

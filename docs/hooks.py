@@ -36,7 +36,8 @@ class _Lists(Preprocessor):
         in_list = False
         for line in lines:
             if re.match(r"([-*+]|1\.) ", line):
-                out += [""] * (not in_list)
+                if not in_list:
+                    out.append("")
                 in_list = True
             in_list = in_list and bool(line.strip())
             out.append(line)

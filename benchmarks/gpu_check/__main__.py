@@ -78,7 +78,8 @@ def _run(checks: list[Check], folder: Path, *, again: bool, trial_run: bool) -> 
             else result_of(check, "skipped", skipped)
         )
         print(result.line(), flush=True)
-        failed += result.status == "failed"
+        if result.status == "failed":
+            failed += 1
         if not trial_run and result.device != "cpu":
             file.add(result)
     return 1 if failed else 0

@@ -66,7 +66,7 @@ def main() -> None:
         for trainers in TRAINERS:
             found = within(bound, trainers)
             if found is None:
-                rows.append((bound, trainers, *["no N' is within the bound"], *["–"] * 5))
+                rows.append((bound, trainers, "no N' is within the bound", *["–"] * 5))
                 continue
             n, together = found
             concurrency = f"schedule.concurrency={n}"
