@@ -47,9 +47,16 @@ def drawn(page: Path, *options: str) -> tuple[str, str]:
     assert _BROWSER, f"Chromium is not installed; set {_SWITCH}=0 to skip its tests"
     done = subprocess.run(
         [
-            *(_BROWSER, "--headless", "--no-sandbox", "--disable-gpu"),
-            *("--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=60000"),
-            *("--window-size=1280,2000", *options, "--dump-dom", page.as_uri()),
+            _BROWSER,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--host-resolver-rules=MAP * ~NOTFOUND",
+            "--virtual-time-budget=60000",
+            "--window-size=1280,2000",
+            *options,
+            "--dump-dom",
+            page.as_uri(),
         ],
         capture_output=True,
         text=True,

@@ -12,18 +12,37 @@ NAMED = re.compile(r"(?<![\w/.<{*-])((?:[\w-]+/)*[\w-]+\.(?:py|sh|sbatch|md))(?!
 READ = (".py", ".md", ".sh", ".sbatch", ".yaml", ".yml", ".toml")
 OTHERS = {
     # Files of other projects.
-    *("CoPRIS_scripts/run_CoPRIS.sh", "arg_groups/field_order.py", "docs/algo/rollout_corr.md"),
-    *("environ.py", "interfaces.py", "run/train_grpo.py", "sampling/sampling_params.py"),
-    *("train_grpo_mbpp.py", "trl/trainer/grpo_trainer.py", "utils/patch_torch.py"),
+    "CoPRIS_scripts/run_CoPRIS.sh",
+    "arg_groups/field_order.py",
+    "docs/algo/rollout_corr.md",
+    "environ.py",
+    "interfaces.py",
+    "run/train_grpo.py",
+    "sampling/sampling_params.py",
+    "train_grpo_mbpp.py",
+    "trl/trainer/grpo_trainer.py",
+    "utils/patch_torch.py",
     "verl/trainer/ppo/rollout_corr_helper.py",
     # Files of a user, in examples.
-    *("file.py", "path/to/file.py", "program.py", "tests.py"),
-    *("runner.py", "ask.py", "till.py", "agent.py", "random.py", "tokenizers.py"),
+    "file.py",
+    "path/to/file.py",
+    "program.py",
+    "tests.py",
+    "runner.py",
+    "ask.py",
+    "till.py",
+    "agent.py",
+    "random.py",
+    "tokenizers.py",
     # Paths that start with a shell variable.
-    *("ROOT/launch/cluster_env.sh", "REPOSITORY/examples/smollm2/unpack.py"),
+    "ROOT/launch/cluster_env.sh",
+    "REPOSITORY/examples/smollm2/unpack.py",
     # Files that programs write.
-    *("job.sbatch", "reference/commands.md", "reference/settings.md"),
-    *("benchmarks/results/engine.md", "benchmarks/results/slots.md"),
+    "job.sbatch",
+    "reference/commands.md",
+    "reference/settings.md",
+    "benchmarks/results/engine.md",
+    "benchmarks/results/slots.md",
 }
 
 

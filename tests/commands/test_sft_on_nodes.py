@@ -43,8 +43,15 @@ def sft(config: Path, *arguments: str) -> subprocess.Popen[str]:
     """Start the `sft` command of one node."""
     return subprocess.Popen(
         [
-            *(sys.executable, "-m", "megatron_async.cli", "sft", "--config", str(config)),
-            *("--out", str(config.parent / "out"), *arguments),
+            sys.executable,
+            "-m",
+            "megatron_async.cli",
+            "sft",
+            "--config",
+            str(config),
+            "--out",
+            str(config.parent / "out"),
+            *arguments,
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

@@ -63,10 +63,20 @@ def test_smollm2_trains_two_steps_on_two_pipeline_stages(tmp_path: Path) -> None
     run_python(ROOT / "examples" / "smollm2" / "unpack.py", model)
     (tmp_path / "reward.py").write_text(REWARD)
     printed = run_python(
-        *("-m", "megatron_async.cli", "train", "--config", ROOT / "configs" / "smollm2.yaml"),
-        *(f"root={tmp_path}", f"model.path={model}", f"reward={tmp_path}/reward.py:score"),
-        *("steps=2", "schedule.groups_per_batch=2", "schedule.group_size=4"),
-        *("schedule.concurrency=8", "sampling.max_new_tokens=16", "eval.prompts=8"),
+        "-m",
+        "megatron_async.cli",
+        "train",
+        "--config",
+        ROOT / "configs" / "smollm2.yaml",
+        f"root={tmp_path}",
+        f"model.path={model}",
+        f"reward={tmp_path}/reward.py:score",
+        "steps=2",
+        "schedule.groups_per_batch=2",
+        "schedule.group_size=4",
+        "schedule.concurrency=8",
+        "sampling.max_new_tokens=16",
+        "eval.prompts=8",
     )
     run = RunDirectory(tmp_path / "smollm2")
     lines = read_metrics(run.metrics_file)

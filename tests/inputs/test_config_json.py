@@ -24,8 +24,14 @@ from tests.fuzz import accepted, damaged, fuzzed, json_texts
 from tests.inputs.model_directories import CONFIGS, write_model
 
 ROPE_KEYS = (
-    *("rope_type", "type", "factor", "rope_theta", "low_freq_factor", "high_freq_factor"),
-    *("original_max_position_embeddings", "partial_rotary_factor"),
+    "rope_type",
+    "type",
+    "factor",
+    "rope_theta",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
 )
 KEYS = sorted(
     {key for config in CONFIGS.values() for key in config}

@@ -168,8 +168,10 @@ def test_launch_prints_a_command_for_each_node_without_slurm(
     text = launch_run(settings, None, [], GPUS, slurm=False, dry_run=False)
     commands = [line for line in text.splitlines() if not line.startswith("#")]
     assert [command.split()[1].rsplit("/", 1)[1] for command in commands] == [
-        *("rollout.sh", "rollout.sh"),
-        *("trainer.sh", "trainer.sh"),
+        "rollout.sh",
+        "rollout.sh",
+        "trainer.sh",
+        "trainer.sh",
     ]
     for command in commands:
         assert Path(command.split()[1]).is_file()
@@ -218,8 +220,11 @@ def test_launch_resumes_on_several_nodes_a_run_of_one_machine(
         (["weights.transport=tensor"], GPUS, r"weights\.transport is tensor, .* separate nodes"),
         (
             [
-                *("engines.placement=colocated", "weights.transport=tensor"),
-                *("schedule.preset=sync", "parallel.nodes=1", "parallel.ranks=8"),
+                "engines.placement=colocated",
+                "weights.transport=tensor",
+                "schedule.preset=sync",
+                "parallel.nodes=1",
+                "parallel.ranks=8",
                 "engines.count=2",
             ],
             GPUS,
@@ -247,8 +252,12 @@ def test_dry_run_shows_the_trainer_ranks_of_each_colocated_engine(
     """`launch` starts engines on separate nodes only, but a colocated run of one node needs no
     launch."""
     overrides = [
-        *("engines.placement=colocated", "weights.transport=tensor", "schedule.preset=sync"),
-        *("parallel.nodes=1", "parallel.ranks=8", "engines.count=2"),
+        "engines.placement=colocated",
+        "weights.transport=tensor",
+        "schedule.preset=sync",
+        "parallel.nodes=1",
+        "parallel.ranks=8",
+        "engines.count=2",
     ]
     text = launch_run(settings, None, overrides, GPUS, slurm=True, dry_run=True)
     command = text.splitlines()[0]

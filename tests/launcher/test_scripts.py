@@ -397,7 +397,8 @@ def test_train_job_is_requeued_according_to_the_exit_codes_of_its_roles(
     trainer, rollout = codes
     done = machine.run(
         "slurm/train.sbatch",
-        *("--trainer-nodes=1", "runs/a"),
+        "--trainer-nodes=1",
+        "runs/a",
         SLURM_JOB_NODELIST="n[1-2]",
         SLURM_JOB_ID="5",
         SLURM_RESTART_COUNT=str(restarts),
@@ -411,7 +412,12 @@ def test_train_job_is_requeued_according_to_the_exit_codes_of_its_roles(
     for role in ("trainer", "rollout"):
         assert roles[role][4:] == [
             str(run),
-            *("--index", "0", "--count", "1", "--session", f"5.{restarts}"),
+            "--index",
+            "0",
+            "--count",
+            "1",
+            "--session",
+            f"5.{restarts}",
         ]
     lists = [a for call in machine.calls("srun") for a in call.arguments if "nodelist" in a]
     assert sorted(lists) == ["--nodelist=n1", "--nodelist=n2"]

@@ -249,7 +249,11 @@ def a_caller(suite: Suite, name: str, limit: float, seconds: float, file: Path) 
     """Start a process that calls `write_after` of the object `name`, and wait until it has."""
     caller = subprocess.Popen(
         [
-            *(sys.executable, "-m", "tests.process_backends.subject", suite.backend.address, name),
+            sys.executable,
+            "-m",
+            "tests.process_backends.subject",
+            suite.backend.address,
+            name,
             *map(str, (limit, seconds, file)),
         ],
         stdout=subprocess.PIPE,

@@ -47,8 +47,30 @@ SHARE, SHARE_OF_NEW = 0.02, 0.3
 NAMES = ["embed.weight", "head.weight"]
 MODEL = SimulatedEngineModel(mean_length=24, step_seconds=0.0005, stream_interval=4, vocab_size=128)
 VALUES: tuple[Any, ...] = (
-    *(None, True, False, -1, 0, 1, 3.7, 128, 10**9, 10**30, 5.0, 1e39, -1e39, -1e-300),
-    *("", "y", "3", "0.9", [], {}, [[]], {"type": "stop"}, {"type": "length"}, {"type": "abort"}),
+    None,
+    True,
+    False,
+    -1,
+    0,
+    1,
+    3.7,
+    128,
+    10**9,
+    10**30,
+    5.0,
+    1e39,
+    -1e39,
+    -1e-300,
+    "",
+    "y",
+    "3",
+    "0.9",
+    [],
+    {},
+    [[]],
+    {"type": "stop"},
+    {"type": "length"},
+    {"type": "abort"},
 )
 
 
@@ -263,7 +285,8 @@ def test_run_continues_and_stores_only_valid_tokens_when_messages_are_corrupt(
     kept, dropped = [], 0
     for trajectory in stored(tmp_path / "store.sqlite"):
         kept.append(trajectory.trajectory_id)
-        dropped += trajectory.drop_reason in (DropReason.NONFINITE, DropReason.REFUSED)
+        if trajectory.drop_reason in (DropReason.NONFINITE, DropReason.REFUSED):
+            dropped += 1
         for segment in trajectory.segments:
             found = find_invalid_token(segment.token_ids, segment.logprobs, MODEL.vocab_size)
             assert found is None, (trajectory.trajectory_id, found)

@@ -284,7 +284,13 @@ def test_read_lengths_accepts_every_form_of_length_file(tmp_path: Path, text: st
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "0", '{"other": 1}', "five", "NaN", "true", '{"segments": [1]}'),
+        "",
+        "0",
+        '{"other": 1}',
+        "five",
+        "NaN",
+        "true",
+        '{"segments": [1]}',
         '{"segments": [], "finish_reason": "stop"}',
         '{"response_length": 7, "finish_reason": null}',
     ],
