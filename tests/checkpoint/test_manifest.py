@@ -229,7 +229,7 @@ def test_killed_writer_leaves_a_complete_checkpoint_or_none(
             write(tmp_path, 2)
     check_manifests(tmp_path)
     found = list_checkpoints(tmp_path)
-    assert [all_faults(checkpoint) for checkpoint in found] == [[]] * (steps == 3)
+    assert [all_faults(checkpoint) for checkpoint in found] == ([[]] if steps == 3 else [])
     assert (tmp_path / "step_000002").exists() == (steps == 3), (
         "the directory has its final name only after the commit"
     )

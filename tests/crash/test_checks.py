@@ -73,9 +73,12 @@ def kept(trajectory_id: int, **changes: object) -> Kept:
         trajectory_id, PolicyVersion(0, 0)
     )
     tokens: tuple[int, ...] = changes.pop("tokens", generated(LENGTH))  # type: ignore[assignment]
+    state = "batched" if consumed else "finished"
+    if trajectory_id == 4:
+        state = "dropped"
     one = Kept(
         trajectory_id,
-        "batched" if consumed else "dropped" if trajectory_id == 4 else "finished",
+        state,
         PROMPT,
         tokens,
         (version,) * len(tokens),

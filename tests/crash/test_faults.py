@@ -83,7 +83,8 @@ def test_fault_runs_have_the_lag_bound_of_their_preset(tmp_path: Path, preset: s
         build_config(program.run.config),
     ]
     bounds = {config.schedule.max_async_level for config in configs}
-    assert bounds == ({0} if preset in ("sync", "rapid") else {2} if preset == "async" else {4})
+    expected = {"sync": 0, "rapid": 0, "async": 2}.get(preset, 4)
+    assert bounds == {expected}
     assert {rules_of(config).max_async_level for config in configs} == bounds
 
 

@@ -98,8 +98,10 @@ def test_silence_and_suspensions_equal_a_count_by_seconds(
         for since in (now, now - seconds, released_at + 1):
             assert engine.suspended_since(since) == (bool(reasons) or released_at >= since)
         now += seconds
-        silence += seconds * (requests > 0 and not reasons and not storing)
-        clock += seconds * (queue_empty and not reasons and not storing)
+        if requests > 0 and not reasons and not storing:
+            silence += seconds
+        if queue_empty and not reasons and not storing:
+            clock += seconds
         assert (engine.silence(now), engine.request_clock(now)) == (silence, clock)
 
 

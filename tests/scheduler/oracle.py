@@ -143,8 +143,9 @@ class Oracle:
         waiting = 0 if drops else len(self.untaken) * self.config.groups_per_batch
         for group in self.live.values():
             finished = group.open and all(t.state in DONE for t in group.members)
-            if finished and not any(map(self._leaving, group.members)):
-                waiting += not (drops and group.complete)
+            leaving = any(map(self._leaving, group.members))
+            if finished and not leaving and not (drops and group.complete):
+                waiting += 1
         return waiting >= self.config.max_waiting_batches * self.config.groups_per_batch
 
     @property

@@ -163,7 +163,8 @@ def test_failing_scores_warn_at_1_and_10_percent_for_each_kind() -> None:
     first = {"scorer_errors": "reward own: KeyError: 'x' at own.py:7 (log: logs/scorer-*.log)"}
     seen: dict[str, tuple[int, str]] = {}
     for number in range(1, 1001):
-        faults = ["scorer_error"] * (number % 9 == 0) + ["scorer_timeout"] * (number % 60 == 0)
+        periods = {"scorer_error": 9, "scorer_timeout": 60}
+        faults = [fault for fault, period in periods.items() if number % period == 0]
         for name, message in failing(watch, *faults, first=first):
             assert name not in seen, "each warning is emitted once while failures last"
             seen[name] = number, message

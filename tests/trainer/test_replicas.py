@@ -3,7 +3,6 @@ the run with the tensor's name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -249,10 +248,12 @@ def train_until_it_stops(model: str, every: int, wrong_from: int, steps: int) ->
     )
     with trainer_session(config) as trainer:
         norm = dict(trainer.model[0].named_parameters())["decoder.final_layernorm.weight"]
-        changes: Callable[[torch.Tensor], torch.Tensor] = lambda gradient: (  # noqa: E731
-            gradient * 2 if dist.get_rank() == 1 and trainer.step >= wrong_from else gradient
-        )
-        norm.register_hook(changes)
+
+        def change(gradient: torch.Tensor) -> torch.Tensor:
+            wrong = dist.get_rank() == 1 and trainer.step >= wrong_from
+            return gradient * 2 if wrong else gradient
+
+        norm.register_hook(change)
         for step in range(steps):
             try:
                 trainer.train_batch(ragged_batch(step))
