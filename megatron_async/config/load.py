@@ -226,15 +226,19 @@ def describe(error: ValidationError) -> str:
         wanted = ", or ".join(message[0].lower() + message[1:] for message in found)
         return f"{where} is {short_repr(first['input'])}: {wanted}"
     if first["type"] == "extra_forbidden":
-        hint = did_you_mean(where)
-        return f"unknown setting {where} (value {short_repr(first['input'])}){hint}"
-    message = first["msg"].removeprefix("Value error, ")
+        value = short_repr(first["input"])
+        return f"unknown setting {where} (value {value}){did_you_mean(where)}"
+    message = (
+        "it must be a mapping; write each setting as name: value below it"
+        if first["type"] == "model_type"
+        else first["msg"].removeprefix("Value error, ")
+    )
     if first["type"] == "value_error":
         named = not first["loc"] or message.startswith(f"{where}.")
         return message if named else f"{where}: {message}"
-    how = {"string_type": "; write it in quotes", "list_type": "; write it as [one, two]"}
-    remedy = how.get(first["type"], "")
-    return f"{where} is {short_repr(first['input'])}: {message[0].lower()}{message[1:]}{remedy}"
+    remedies = {"string_type": "; write it in quotes", "list_type": "; write it as [one, two]"}
+    message = f"{message[0].lower()}{message[1:]}{remedies.get(first['type'], '')}"
+    return f"{where} is {short_repr(first['input'])}: {message}"
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:

@@ -132,9 +132,9 @@ RULES: Final = (
         ("reward/max", "reward/min", "reward/uninformative_groups"),
         lambda m: m["reward/uninformative_groups"] == 1 and not _equal_rewards(m),
         lambda m: (
-            "the rewards within every group of the batch are equal, so that advantages against the "
-            "group's mean are 0: raise schedule.group_size or sampling.temperature, or choose "
-            "problems that are solved sometimes"
+            "the rewards within every group of the batch are equal, so no group shows which "
+            "response to its prompt is better: raise schedule.group_size or sampling.temperature, "
+            "or choose problems that are solved sometimes"
         ),
     ),
     LearningRule(

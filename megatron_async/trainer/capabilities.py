@@ -97,7 +97,7 @@ class Backends:
         if found.usable_apex:
             optimizer = "Apex FusedAdam"
         else:
-            optimizer = "torch Adam (neither Transformer Engine nor Apex is usable)"
+            optimizer = "torch (neither Transformer Engine nor Apex is usable)"
         if self.transformer_engine:
             attention, norm = "Transformer Engine, packed", "Transformer Engine RMSNorm"
             optimizer = "Transformer Engine FusedAdam"
@@ -107,7 +107,7 @@ class Backends:
             ("layers", f"{self.layers} ({self.layers_reason})"),
             ("attention", attention),
             ("norm", norm),
-            ("optimizer", optimizer),
+            ("Adam", optimizer),
             ("token log-probs", describe_backend()),
             ("policy loss", describe_loss(cuda=found.cuda is not None, triton=found.triton)),
             ("gradient accumulation fusion", fusion),
