@@ -91,10 +91,10 @@ class LineageTree:
     def path(self, lineage: int) -> dict[int, int]:
         """Return, for `lineage` and each ancestor, the first step that did not lead to `lineage`.
 
-        The path is the sequence of updates that led to `lineage`. Of an ancestor it has the updates
-        before the step at which the next lineage continued it. If that next lineage was itself left
-        at a smaller step, that smaller step counts. For `lineage` itself the value is `ALL`, since
-        all its updates are on the path.
+        The path is the sequence of updates that led to `lineage`. It includes the updates of an
+        ancestor before the step at which the next lineage continued that ancestor. If that next
+        lineage was itself left at a smaller step, that smaller step counts. For `lineage` itself
+        the value is `ALL`, since all its updates are on the path.
         """
         limits: dict[int, int] = {}
         here: int | None = lineage

@@ -46,7 +46,8 @@ class StoreLocation:
     """Where the database of a run's store is on one node.
 
     Attributes:
-        run_file: The store's name, RUN/trajectories.sqlite, whether or not the database is there.
+        run_file: The store's name, RUN/trajectories.sqlite, whether or not the database is stored
+            there.
         file: Path of the database.
     """
 
@@ -74,8 +75,8 @@ def location_of_writer(run_file: Path, directory: str) -> StoreLocation:
 
     If `directory` is set, the database belongs in a folder for this run below it, or in the run
     directory if `directory` is the run directory. If it is empty, the database belongs in the run
-    directory or in a folder below the temporary directory. Of these two, a directory that is known
-    to be on a local disk is preferred. If neither is known to be local, one that is not known to be
+    directory or in a folder below the temporary directory. A directory that is known to be on
+    a local disk is preferred. If neither is known to be local, a directory that is not known to be
     shared between nodes is chosen. If both are local, or nothing is known about either, the run
     directory is chosen.
 

@@ -48,8 +48,8 @@ class StoreState:
         exported: Totals of what compaction has removed.
         position: Number of transactions ever committed when the store was opened; the writer
             continues counting from there.
-        batches: Batches of all lineages by key. Of the batches that compaction has emptied, only
-            the newest of each lineage is certain to be included.
+        batches: Batches of all lineages by key. Batches that compaction has emptied may be missing,
+            except the newest of them in each lineage.
         batch_keys: Keys for new batches. They are larger than every existing key, including those
             of `undone_batches`: a transaction executes its deletions last, so that a new batch with
             the key of an undone batch could be deleted with it.
@@ -176,7 +176,7 @@ def load_state(
             restarted, when the trainer's newest batch was made. None if unknown.
 
     Raises:
-        UserError: The lineage cannot be begun.
+        UserError: The lineage cannot be started.
         OSError: A file cannot be opened or copied.
         sqlite3.Error: SQLite cannot open the file, for a reason other than damage.
     """

@@ -168,7 +168,7 @@ class StoreWriter:
     def put(self, row: NamedTuple) -> None:
         """Queue `row`, to be inserted or to replace the row with its key.
 
-        Of several rows with the same key in one transaction, only the last is written.
+        If one transaction has several rows with the same key, only the last of them is written.
         """
         values = schema.with_checksum(row)
         with self._gathering() as pending:
