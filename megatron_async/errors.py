@@ -111,9 +111,9 @@ def cause_in_log(text: str) -> str | None:
 def _exceptions(text: str) -> list[str]:
     """Return the last line of every traceback in a log.
 
-    Of a chain of tracebacks (an exception raised while another was handled), only the last one
-    counts. If torch has marked the lines of a traceback with a rank, the returned line starts with
-    `rank N: `.
+    If tracebacks are chained (an exception was raised while another was handled), only the last
+    traceback of the chain counts. If torch has marked the lines of a traceback with a rank,
+    the returned line starts with `rank N: `.
     """
     found: list[str] = []
     inside = chained = False

@@ -277,8 +277,8 @@ class RunDirectory:
     def report_failure(self, message: str, exit_code: int, attempt: str = "") -> None:
         """Write the message of a failure to `failure_file`, for the launcher.
 
-        Of the failures of one attempt (one start of all trainer ranks), only the first one is kept.
-        A failure of an earlier attempt is replaced.
+        The file keeps only the first failure of an attempt (one start of all trainer ranks). A
+        failure of an earlier attempt is replaced.
 
         Args:
             message: The message.

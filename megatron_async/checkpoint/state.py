@@ -286,9 +286,8 @@ def is_primary_copy(placed: LocalParameter) -> bool:
     """Return whether a rank's parameter is the primary copy, which is saved, among equal copies in
     one replica of the model.
 
-    An output head that shares its weights with the embedding is never the primary copy. Of a
-    parameter that every tensor-parallel rank has completely, only tensor-parallel rank 0 has the
-    primary copy.
+    An output head that shares its weights with the embedding is never the primary copy. If
+    every tensor-parallel rank has a whole parameter, tensor-parallel rank 0 has the primary copy.
     """
     copied = placed.rule.layout is ShardLayout.REPLICATED and placed.rank > 0
     return placed.rule.exported and not copied

@@ -93,8 +93,8 @@ class SFTConfig(Settings):
     batch_sequences: int = Field(64, ge=1)
     """Number of examples per step."""
     examples: int = Field(20000, ge=1)
-    """Largest number of different worked answers to train on. Of a file (`data`), the first so many
-    are used."""
+    """Largest number of different worked answers to train on. If `data` is set, its first rows are
+    used, up to this number."""
     data: str = ""
     """File or directory of examples: rows with `prompt` and `response`, or rows with chat
     `messages`, of which the assistant's messages are trained on. Empty = the task's own worked

@@ -218,7 +218,8 @@ class TrainerNode:
             self.session.publish(_RENDEZVOUS, {"endpoint": endpoint})
         return [
             f"--nnodes={self.count}",
-            # Of torchrun's rendezvous backends, only c10d can restart all ranks after one has died.
+            # c10d is the only rendezvous backend of torchrun that can restart all ranks after one
+            # rank has died.
             "--rdzv-backend=c10d",
             f"--rdzv-id={self.session.path.name}",
             f"--rdzv-endpoint={self.session.wait_for(_RENDEZVOUS, RENDEZVOUS_SECONDS)['endpoint']}",

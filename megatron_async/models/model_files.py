@@ -44,7 +44,7 @@ _FLOATS: dict[str, tuple[str, int]] = {
     "F16": ("<u2", 0x7C00),
     "BF16": ("<u2", 0x7F80),
 }
-# Size up to which all values of a model are checked. Of a larger model, only the first
+# Size up to which all values of a model are checked. In a larger model, only the first
 # `_READ_BYTES_OF_EACH` bytes of each tensor are checked here; trainer ranks check the rest when
 # they load it.
 _READ_WHOLE_BYTES = 8 << 30
@@ -270,7 +270,7 @@ def check_weights(model_dir: Path | str, architecture: Architecture | None) -> N
     """Check that the files of a model directory can be read and fit config.json, and that their
     values are finite and, except in tensors that may be zero, not all zero.
 
-    Of a model of more than 8 GiB, only the values at the start of each tensor are read.
+    If the model is larger than 8 GiB, only the values at the start of each tensor are read.
 
     Args:
         model_dir: The model directory.

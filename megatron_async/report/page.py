@@ -124,8 +124,8 @@ def _extent(figure: Figure) -> tuple[float, ...]:
     """Return the lowest and the highest value that a figure draws; return an empty tuple if it
     draws none.
 
-    Of stacked bars or areas, the sum counts. Of a value with an error bar, the upper end of the bar
-    counts.
+    For stacked bars or areas, the sum counts. For a value with an error bar, the upper end of the
+    bar counts.
     """
     ends: list[float] = []
     stacks: defaultdict[float, float] = defaultdict(float)

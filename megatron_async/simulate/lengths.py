@@ -8,8 +8,8 @@ line, or is JSONL whose objects have `response_length`, `response_ids` or `segme
 `finish_reason`, the value `length` marks a response that was cut at the length limit, and null
 marks a response that never ended, because its trajectory was dropped before.
 
-`fit_lengths` fits long-tailed distributions to recorded lengths by maximum likelihood. Of a
-response that was cut or dropped before its end, only a lower bound of the length is known. Such a
+`fit_lengths` fits long-tailed distributions to recorded lengths by maximum likelihood. If a
+response was cut or dropped before its end, only a lower bound of its length is known. Such a
 length is censored: it enters the likelihood by the survival function (the probability of a greater
 length). If censored lengths were treated as complete, the fitted tail would be too short, and the
 tail determines how much asynchronous schedules gain.

@@ -14,8 +14,8 @@ and response lengths.
    The best combinations are simulated, which gives the order of the plans, the step time and the
    lag.
 
-Plans whose speed is within 2 % of the best speed count as equally fast. Of these the simpler layout
-comes first: the layout with fewer pipeline stages, then the layout with the smaller TP.
+Plans whose speed is within 2 % of the best speed count as equally fast. Among them, the simpler
+layout comes first: the layout with fewer pipeline stages, then the layout with the smaller TP.
 
 For the number of requests in flight (`schedule.concurrency`, written N'), only numbers are
 considered whose KV fits into the cache and that the schedule can use (lag bound, `refill: batch`).

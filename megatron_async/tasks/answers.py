@@ -35,8 +35,8 @@ def final_answer(text: str, marker: str = "") -> str | None:
 def last_boxed(text: str) -> str | None:
     """Return the content of the last complete `\\boxed{...}` or `\\fbox{...}` in `text`, or None.
 
-    A box is complete if the braces inside it are balanced. Escaped braces (`\\{`) do not count. Of
-    nested boxes, the innermost counts, because it starts last.
+    A box is complete if the braces inside it are balanced. Escaped braces (`\\{`) do not count. If
+    boxes are nested, the innermost box counts, because it starts last.
     """
     open_braces: list[int | None] = []
     """For each open brace, the index where its box's content starts; None if it opens no box."""

@@ -199,9 +199,9 @@ class _Epochs:
 def file_for_turn(position: int, weights: Sequence[Fraction]) -> tuple[int, int]:
     """Return which file is read at `position`, and how many earlier positions read that file.
 
-    The files take turns in proportion to their weights. Of the first p positions, the first file
-    gets floor(p * weight / sum of all weights). The other files divide the remaining positions in
-    the same way among themselves, and so on. So no file is ever a whole position away from its
+    The files take turns in proportion to their weights. Among the first p positions, the first
+    file gets floor(p * weight / sum of all weights). The other files divide the remaining positions
+    in the same way among themselves, and so on. So no file is ever a whole position away from its
     share of the positions that the files before it leave.
 
     Args:

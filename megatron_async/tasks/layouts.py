@@ -42,8 +42,8 @@ def _after_hashes(text: str) -> str | None:
 class Columns:
     """Names of the columns that a row's prompt, answer and response are in.
 
-    Of several names for the same thing, the first that exists in a row is used. A name with dots
-    leads into nested mappings.
+    If several names are listed for the same field, the first name that exists in a row is used. A
+    name with dots leads into nested mappings.
 
     Attributes:
         prompt: Columns of the prompt.

@@ -239,9 +239,9 @@ class PromptRenderer:
     def check(self, problem: Problem) -> None:
         """Raise a UserError if a problem cannot be rendered as a prompt.
 
-        Of the problems that are a single text, only the first goes through the chat template: if
-        the template accepts one text, it accepts all. Only if the tokenizer has more tokens than
-        the model has embeddings for, every problem is tokenized, to check its tokens.
+        Only the first problem that is a single text goes through the chat template: if the template
+        accepts one text, it accepts all. If the tokenizer has more tokens than the model has
+        embeddings, every problem is tokenized, to check its tokens.
         """
         if self._has_episodes:
             self.messages(problem)

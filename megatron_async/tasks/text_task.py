@@ -153,7 +153,7 @@ class TextTask:
         A prompt is too long if it and `max_new_tokens` together exceed `longest`, the number of
         tokens that an engine accepts. Prompts are removed only with `task.long_prompts: filter`;
         with `refuse`, one such prompt raises an error; with `drop`, and for environments, nothing
-        is checked. Of problems that are generated endlessly, only the first is checked.
+        is checked. If the task generates problems endlessly, only the first is checked.
 
         To save time, only prompts with more bytes than they may have tokens are tokenized, since
         every token has at least one byte. With `refuse`, at most 2,000 of these are tokenized, so

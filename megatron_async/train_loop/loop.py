@@ -1,7 +1,7 @@
 """The training loop of a rank: get a batch, train on it, publish the weights, save a checkpoint.
 
 Every trainer rank runs the loop in the same order. Only rank 0 calls the rollout manager; what it
-receives is broadcast to the other ranks. Of the engines, the trainer knows only the addresses, to
+receives is broadcast to the other ranks. The trainer knows only the addresses of the engines, to
 which it sends weights.
 
 Invariants

@@ -231,8 +231,11 @@ def gradient_norm(optimizer: ChainedOptimizer) -> float:
 
 
 def _gradients_of(part: Any) -> list[torch.Tensor]:
-    """Return the gradients that this rank contributes to the gradient norm. Of the ranks over
-    which the norm is summed, exactly one contributes each element of the model's gradient."""
+    """Return the gradients that this rank contributes to the gradient norm.
+
+    Each element of the model's gradient is contributed by exactly one of the ranks over which the
+    norm is summed.
+    """
     if hasattr(part, "get_grads_for_grad_norm"):  # The method's name in newer versions of Megatron.
         return list(part.get_grads_for_grad_norm())
     return list(part.get_main_grads_for_grad_norm())

@@ -162,7 +162,7 @@ def stored_copies(model: PolicyModel, optimizer: ChainedOptimizer) -> Iterator[T
     """Yield this rank's parameters, and then the float32 copies that the optimizer has of
     half-precision parameters.
 
-    The order is the same at every call. Of float32 parameters the optimizer has no copies; it
+    The order is the same at every call. The optimizer has no copies of float32 parameters; it
     updates them directly.
     """
     rank = dist.get_rank()

@@ -4,8 +4,8 @@ checksum.
     delta = encode(base, new)
     apply(base, delta) == new          # or DeltaError
 
-The difference contains only blocks that differ, each as the exclusive-or of old and new bytes. Of
-all 2-byte numbers in these blocks, the low bytes come first and then the high bytes. An optimizer
+The difference contains only blocks that differ, each as the exclusive-or of old and new bytes. The
+low bytes of all 2-byte numbers in these blocks come first, and then their high bytes. An optimizer
 step mostly changes the last bits of a bfloat16 number, so nearly all of the high bytes are zero,
 and zstd compresses them well.
 

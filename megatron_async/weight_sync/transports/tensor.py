@@ -66,7 +66,7 @@ class _HandlePickler(pickle.Pickler):
 
 class PayloadBucket(list[NamedTensor]):
     """A bucket with a payload (serialized values, or a memory handle) for each tensor-parallel rank
-    of an engine. Only on the rank that sends to the engine are there payloads.
+    of an engine. Only the rank that sends to the engine has payloads.
 
     This rank's payload may be a handle to the memory of `flat`, so `flat` is kept as long as this
     object exists.
