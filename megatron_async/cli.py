@@ -155,7 +155,7 @@ def sft(
     index: Index = 0,
     from_teacher: Annotated[
         str | None,
-        Option(help="Train on this model's answers that the reward accepts: URL or directory."),
+        Option(help="Train on this model's responses that the reward accepts: URL or directory."),
     ] = None,
 ) -> None:
     """Fine-tune on worked answers (responses to imitate) with the Megatron trainer that RL uses;

@@ -6,7 +6,7 @@
   newer checkpoints are renamed.
 - launch: creates a run directory and the job or commands that start the run on several nodes.
 - sft: fine-tunes on worked answers with the trainer that RL uses.
-- teacher: `sft --from-teacher` fine-tunes on a teacher's answers that the reward accepts.
+- teacher: `sft --from-teacher` fine-tunes on a teacher's responses that the reward accepts.
 - evaluation: `eval` measures the accuracy of checkpoints on held-out problems.
 - gateway: serves a model by the chat API that agents use, without training.
 - score: computes the log-probs of given tokens with the trainer's model, in any parallel layout.

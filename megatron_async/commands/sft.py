@@ -35,7 +35,7 @@ def sft_command(
         out: Directory for the exported model; None for the run directory.
         session: Session that connects several nodes; None on one machine.
         index: Index of this node in the session.
-        teacher: Address or path of a teacher whose answers are the training data; None to use the
+        teacher: Address or path of a teacher whose responses are the training data; None to use the
             worked answers of the task.
 
     Raises:

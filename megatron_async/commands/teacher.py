@@ -1,10 +1,10 @@
-"""`megatron-async sft --from-teacher`: samples answers from a teacher and keeps those that are
-right.
+"""`megatron-async sft --from-teacher`: samples responses from a teacher and keeps those that the
+reward accepts.
 
 The teacher is the URL of an OpenAI-compatible endpoint, or the directory of a Hugging Face model,
-which this command serves by an engine with the run's settings. Answers are sampled for each
-training problem and scored by the run's reward. Accepted answers are written to `teacher.jsonl` in
-the run directory, in the order of the problems.
+which this command serves by an engine with the run's settings. Responses are sampled for each
+training problem and scored by the run's reward. Accepted responses are written to `teacher.jsonl`
+in the run directory, in the order of the problems.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from megatron_async.tasks.build import build_task
 from megatron_async.tasks.text_task import TextTask
 
 _REPORTS = 10
-# Number of concurrent requests for answers. An endpoint gets no more connections than this. An
+# Number of concurrent requests to the teacher. An endpoint gets no more connections than this. An
 # engine may process fewer at once and queues the others.
 _CONCURRENCY = 64
 # Number of retries of a request to an endpoint that is busy, fails or cannot be reached. After them
@@ -45,8 +45,8 @@ _RETRIES = 3
 
 T = TypeVar("T")
 Ask: TypeAlias = Callable[[Problem, int], Awaitable[str]]
-"""Function that returns the teacher's answer to a problem. The second argument is a number that is
-different for every answer of the command.
+"""Function that returns the teacher's response to a problem. The second argument is a number that
+is different for every response that the command requests.
 
 Raises ComponentFailure if the teacher fails.
 """
@@ -74,8 +74,8 @@ def check_teacher(config: RunConfig, teacher: str) -> None:
     for name, value in refused.items():
         if value:
             raise UserError(
-                f"sft.{name} is {short_repr(value)}, but --from-teacher trains on the answers that "
-                f"the reward accepts, for sft.teacher.epochs epochs. Remove sft.{name}."
+                f"sft.{name} is {short_repr(value)}, but --from-teacher trains on the responses "
+                f"that the reward accepts, for sft.teacher.epochs epochs. Remove sft.{name}."
             )
 
 
@@ -84,10 +84,11 @@ def _is_address(teacher: str) -> bool:
 
 
 def sample_from_teacher(config: RunConfig, directory: RunDirectory, teacher: str) -> RunConfig:
-    """Sample answers from `teacher` and return the settings for fine-tuning on the accepted ones.
+    """Sample responses from `teacher` and return the settings for fine-tuning on accepted
+    responses.
 
     Raises:
-        UserError: The reward accepts no answer, or the settings do not fit together.
+        UserError: The reward accepts no response, or the settings do not fit together.
         ComponentFailure: The teacher failed.
     """
     accepted = directory.path / "teacher.jsonl"
@@ -112,7 +113,7 @@ def sample_from_teacher(config: RunConfig, directory: RunDirectory, teacher: str
         count, template = asyncio.run(_teach(config, task.source, total, start, accepted))
     if not count:
         raise UserError(
-            f"the reward accepted no answer of the teacher {teacher} (sft.teacher.min_reward is "
+            f"the reward accepted no response of the teacher {teacher} (sft.teacher.min_reward is "
             f"{config.sft.teacher.min_reward:g}); {accepted.parent} has the logs"
         )
     data: dict[str, Any] = {"data": str(accepted), "examples": count, "layout": "rows"}
@@ -127,11 +128,11 @@ async def _teach(
     start: AbstractAsyncContextManager[Ask],
     accepted: Path,
 ) -> tuple[int, str]:
-    """Let the teacher answer `total` problems, score the answers, and append those that the reward
-    accepts to the file `accepted`.
+    """Request responses to `total` problems from the teacher, score them, and append the responses
+    that the reward accepts to the file `accepted`.
 
     Returns:
-        The number of accepted answers, and the prompt template of the problems.
+        The number of accepted responses, and the prompt template of the problems.
     """
     settings = config.sft.teacher
     pool = LocalScorerPool(config.scorers.logging_to(accepted.parent / "logs"), config.model.path)
@@ -159,7 +160,7 @@ async def _teach(
                 count += len(found)
                 templates.add(config.task.prompt_template or problem.template)
                 if done == total or done % max(1, total // _REPORTS) == 0:
-                    typer.echo(f"teacher: {done} of {total} prompts, {count} answers accepted")
+                    typer.echo(f"teacher: {done} of {total} prompts, {count} responses accepted")
     finally:
         pool.close()
     if len(templates) > 1:
@@ -184,7 +185,7 @@ async def _tasks(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncIterator[list[a
 
 
 def _row(problem: Problem, response: str) -> dict[str, Any]:
-    """Return the accepted answer `response` to `problem` as a row of a fine-tuning file."""
+    """Return the accepted `response` to `problem` as a row of a fine-tuning file."""
     if problem.messages:
         return {"messages": [*problem.messages, {"role": "assistant", "content": response}]}
     return {**problem.fields, "prompt": problem.question, "response": response}
@@ -192,7 +193,7 @@ def _row(problem: Problem, response: str) -> dict[str, Any]:
 
 @asynccontextmanager
 async def _endpoint(config: RunConfig, url: str, task: TextTask) -> AsyncIterator[Ask]:
-    """Yield a function that asks the OpenAI-compatible endpoint at `url` for an answer."""
+    """Yield a function that requests a response from the OpenAI-compatible endpoint at `url`."""
     settings, address = config.sft.teacher, below(url, "chat/completions")
     poster = JsonPoster(settings.api_key_env, _RETRIES)
     body = {
@@ -218,8 +219,8 @@ async def _endpoint(config: RunConfig, url: str, task: TextTask) -> AsyncIterato
 
 @asynccontextmanager
 async def _engine(config: RunConfig, path: str, process: SGLangProcess) -> AsyncIterator[Ask]:
-    """Yield a function that asks the engine of `process`, which serves the model at `path`, for an
-    answer."""
+    """Yield a function that requests a response from the engine of `process`, which serves the
+    model at `path`."""
     client = await SGLangClient.connect("teacher", process.url, config.engines, vocabulary_of(path))
     try:
         task = build_task(config.task, path)
@@ -239,7 +240,7 @@ async def _engine(config: RunConfig, path: str, process: SGLangProcess) -> Async
 async def ask_engine(
     engines: EnginePool, task: TextTask, spec: ResponseSpec, problem: Problem, number: int
 ) -> str:
-    """Generate an answer to a problem on the engines and return its text.
+    """Generate a response to a problem on the engines and return its text.
 
     Raises:
         ComponentFailure: The engine failed or refused the prompt.

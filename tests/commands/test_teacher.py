@@ -112,7 +112,7 @@ def test_teacher_gets_five_requests_a_prompt_and_correct_replies_are_kept(
     uses = Counter(np.concatenate(batches_of(len(examples), found.sft, 1)).tolist())
     assert uses == dict.fromkeys(range(16), 3)
     assert task.text(examples[0].prompt_ids.tolist()) == f"{rows[0]['prompt']}="
-    assert "teacher: 8 of 8 prompts, 16 answers accepted" in capsys.readouterr().out
+    assert "teacher: 8 of 8 prompts, 16 responses accepted" in capsys.readouterr().out
 
 
 def test_sft_batches_use_every_example_once_before_any_is_repeated() -> None:
@@ -140,7 +140,7 @@ def test_sampling_fails_when_teacher_replies_are_rejected_or_errors(
     tmp_path: Path, endpoint: Endpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = settings(tmp_path, min_reward=2.0, samples=1, prompts=2)
-    with pytest.raises(UserError, match="the reward accepted no answer"):
+    with pytest.raises(UserError, match="the reward accepted no response"):
         sample_from_teacher(config, RunDirectory(tmp_path), endpoint.url)
     assert len(endpoint.requests) == 2
     endpoint.status = 500
