@@ -292,7 +292,7 @@ class Run:
                 await asyncio.sleep(_TICK_SECONDS)
 
     async def stop_generation(self, number: int) -> list[str]:
-        """Begin the update to version `number`, which aborts all requests; return engine IDs."""
+        """Start the update to version `number`, which aborts all requests; return engine IDs."""
         return [engine.engine_id for engine in await self.manager.begin_update(0, number)]
 
     async def publish(self, number: int, engine_ids: Sequence[str]) -> None:

@@ -254,7 +254,9 @@ def main() -> None:
         wanted, reporting.read(options.rows), options, lambda key: measure(key, options)
     )
     text = table(reporting.read(options.rows))
-    reporting.publish("benchmarks.versus_trl", "Beside TRL's GRPOTrainer", text, options.out)
+    reporting.publish(
+        "benchmarks.versus_trl", "Comparison with TRL's GRPOTrainer", text, options.out
+    )
 
 
 def measure(key: Row, options: argparse.Namespace) -> Row:

@@ -62,7 +62,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         whole = re.sub(r"(?<!\w)--[\w-]+", r"<span class=option>\g<0></span>", code[0])
         return re.sub(r"(?<=[^\W\d])([./])(?=\w{5})", r"\1<wbr>", whole)
 
-    # MkDocs moves a page into a folder of its own, and leaves addresses in HTML as they are.
+    # MkDocs moves a page into a separate folder, and leaves addresses in HTML as they are.
     up = "" if page.is_homepage else "../"
     html = re.sub(r'((?:src|srcset)=")(?=pictures/)', rf"\1{up}", html)
     return _NAMES.sub(wrapping, html)
