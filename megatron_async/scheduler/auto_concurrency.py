@@ -210,7 +210,7 @@ def capped(state: AutoConcurrency, cap: int | None, kv_tokens: int) -> AutoConcu
 
     Args:
         cap: Largest number of requests that all engines together can run; None if unlimited.
-        kv_tokens: Number of tokens that the KV caches of all engines have room for.
+        kv_tokens: Total capacity of the KV caches of all engines in tokens.
     """
     room = START_FILL * kv_tokens / state.expected
     first = round(min(START_BATCHES * state.batch, room)) if kv_tokens else state.batch

@@ -78,7 +78,7 @@ class ServingEngines:
         return sum(known) if known and len(known) == len(limits) else None
 
     def kv_capacity(self) -> int:
-        """Return the number of tokens that the KV caches of all engines have room for."""
+        """Return the total capacity of the KV caches of all engines in tokens."""
         return sum(engine.kv_capacity for engine in self.engines.values())
 
     def free_requests(self, version: PolicyVersion) -> int | None:

@@ -32,7 +32,7 @@ class EngineEntry:
         index: Position of the engine in the order in which engines came up; it decides between
             engines with equal load and equally many requests.
         version: The policy version that the engine has loaded.
-        kv_capacity: Number of tokens that its KV cache has room for.
+        kv_capacity: Capacity of its KV cache in tokens.
         max_running: Largest number of requests that it runs at once; None if it has no limit.
         kv_tokens: Number of tokens of its running requests; a group's shared prompt counts once.
         running: The trajectories that run on the engine, by id.

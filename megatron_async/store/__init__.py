@@ -9,7 +9,7 @@
 - schema: tables and the classes of their rows. documents: JSON documents stored as rows.
 - lineage: computes, without files, which batches are consumed at a policy version (its weights were
   trained on them). A lineage is the part of a run from a start or resume to the next resume.
-- reader: reads a store, also from other processes and while the run goes on.
+- reader: reads a store, also from other processes and while the run continues.
 - drop: takes a group out of the store of a stopped run, on a user's command.
 - compaction: removes trajectories from the database once no restorable checkpoint needs them.
 - export: writes removed trajectories to a JSONL file, and reads that file.

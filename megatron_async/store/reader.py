@@ -1,7 +1,7 @@
 """Reads the database of a store: checks every row and assembles trajectories from their chunks.
 
 The functions are used when a store is opened. `StoreReader` is for other processes, which may read
-a store while its run goes on. Any number of them may do so; on other nodes than the writer's they
+a store while its run continues. Any number of them may do so; on other nodes than the writer's they
 read the replica (the copy of the database in the run directory).
 
 Invariants

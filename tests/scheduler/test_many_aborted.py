@@ -16,8 +16,10 @@ POLICIES = {
     "restart of what is stale": preset(
         "copris", concurrency=30, max_async_level=1, on_stale="restart"
     ),
-    "drop of what is stale": preset("copris", concurrency=30, max_async_level=1, on_stale="drop"),
-    "aborts while training goes on": preset("async", concurrency=30, boundary="abort"),
+    "drop of stale trajectories": preset(
+        "copris", concurrency=30, max_async_level=1, on_stale="drop"
+    ),
+    "aborts while training continues": preset("async", concurrency=30, boundary="abort"),
     "in-flight updates": preset("pipeline", concurrency=30, boundary="abort"),
 }
 
