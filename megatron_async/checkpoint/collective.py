@@ -42,7 +42,7 @@ def shared_faults(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None
     """Check the files of a checkpoint, with each rank reading some of them; return the faults of
     all files on every rank.
 
-    Each fault is described by one sentence. If torch.distributed is initialized, every rank of
+    The result has one message for each fault. If torch.distributed is initialized, every rank of
     `group` must make this call; otherwise this process reads all files.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

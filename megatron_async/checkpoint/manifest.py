@@ -262,7 +262,7 @@ def remove(path: Path) -> None:
 
 
 def faults(path: Path, files: Mapping[str, FileRecord], *, read: bool = True) -> list[str]:
-    """Check `files` of the checkpoint at `path`; return a sentence for each fault that is found.
+    """Check `files` of the checkpoint at `path`; return a message for each fault that is found.
 
     Args:
         path: The checkpoint directory.
@@ -388,7 +388,7 @@ def _scan(root: Path | str) -> tuple[list[Checkpoint], dict[Path, str]]:
 
 
 def all_faults(checkpoint: Checkpoint) -> list[str]:
-    """Read all files of a checkpoint; return a sentence for each fault."""
+    """Read all files of a checkpoint; return a message for each fault."""
     return faults(checkpoint.path, checkpoint.manifest.files)
 
 
@@ -399,7 +399,7 @@ def is_quickly_readable(checkpoint: Checkpoint) -> bool:
 
 
 def quick_faults(checkpoint: Checkpoint) -> list[str]:
-    """Return a sentence for each fault of a checkpoint's files that can be found within a few
+    """Return a message for each fault of a checkpoint's files that can be found within a few
     seconds.
 
     Files of a large checkpoint are not read; only their sizes are compared.

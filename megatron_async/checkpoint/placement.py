@@ -93,7 +93,8 @@ def tensor_shapes(a: Architecture, optimizer: str | None) -> dict[str, tuple[int
 
 
 def incompatibility(manifest: Manifest, a: Architecture, optimizer: str | None) -> str:
-    """Return a sentence that says why a model cannot load a checkpoint; an empty string if it can.
+    """Return the reason why a model cannot load a checkpoint, as a message; an empty string if it
+    can.
 
     Args:
         manifest: The manifest of the checkpoint.

@@ -6,7 +6,7 @@ did not get. Each call that is accepted becomes a turn of the episode, and the p
 it is sent to the client.
 
 Invariants
-- Calls are answered one after the other, in the order of their arrival.
+- Calls get their responses one after the other, in the order of their arrival.
 - Each response belongs to one call. If a call's client disconnected or did not receive the
   response, the next request with equal messages counts as a repetition of this call. The turns that
   an earlier attempt stored are used in the same way: of several requests with equal messages, the
@@ -213,7 +213,7 @@ class AgentCalls:
         """Return counts for metrics, and reset them to zero.
 
         They are the number of forks (calls that started a new branch), also by reason, and the
-        number of repeated calls that were answered with a stored response.
+        number of repeated calls that got a stored response.
         """
         popped, self.counts = self.counts, Counter()
         return popped

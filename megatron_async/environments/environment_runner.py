@@ -4,7 +4,7 @@ Invariants
 - Calls to one object never overlap. `async def` methods run on the event loop, `def` methods in a
   thread.
 - The time limit of a call starts once the call has its thread. An exception of the user's code
-  (also SystemExit) becomes an `EnvironmentFault`, whose message is one sentence with file and line;
+  (also SystemExit) becomes an `EnvironmentFault`, whose one-line message has the file and the line;
   so does a call that exceeds its limit. An exception that a tool raises is instead sent to the
   policy as the tool's result.
 - An object is used for one episode and closed once. An object in which a call hangs is not closed.

@@ -9,7 +9,7 @@ and `close()`. Any method may be `async def`.
 Invariants
 - Each value that the user's code returns is checked once, in this module; other modules rely on its
   type.
-- Every error is one sentence that names the method and shows the value that the method returned.
+- Every error message names the method and shows the value that the method returned.
 """
 
 from collections.abc import Mapping, Sequence

@@ -7,7 +7,7 @@ last line of its output.
 Invariants
 - A program that is canceled makes no further call, since its key has been revoked. A command's
   process group is killed.
-- An error of a program becomes an `EnvironmentFault`, whose message is one sentence.
+- An error of a program becomes an `EnvironmentFault` with a one-line message.
 """
 
 import asyncio

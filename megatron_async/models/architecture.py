@@ -6,7 +6,7 @@ number of tokens of prompt and response together.
 
 Invariants
 - Nothing is guessed: if config.json has a setting that the trainer does not implement (a rope type,
-  an activation, a bias), an error of one sentence names the setting; it is never ignored.
+  an activation, a bias), an error message names the setting; the setting is never ignored.
 - Both spellings of rotary settings are read: `rope_parameters` (transformers 5) and `rope_theta`
   with `rope_scaling` (transformers 4). If a file has both, those are used that transformers 5 uses,
   and an error is raised if the others contradict them.

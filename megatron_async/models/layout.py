@@ -4,7 +4,7 @@ engine's GPUs as configured.
 Invariants
 - The checks need neither torch nor Megatron nor a process group, so the command line can make them
   before it starts processes.
-- Every impossible division is reported in one sentence that names the setting and its value.
+- Every impossible division is reported by a message that names the setting and its value.
 """
 
 from megatron_async.config.model import ParallelConfig

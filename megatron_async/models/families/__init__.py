@@ -1,7 +1,7 @@
 """Finds model families: each file of this folder defines one family.
 
 A family file defines `FAMILY`: how its config.json becomes an `Architecture`, and its table of
-names and shard rules. To add a family, add a file here or name a file of your own in `model.family`
+names and shard rules. To add a family, add a file here or name your own file in `model.family`
 (examples/own_family). Layers that are new to the trainer go to `trainer/layer_spec.py`.
 """
 
