@@ -134,7 +134,7 @@ class LossSettings(Settings):
     name: str = Field(
         "ppo_clip",
         description=f"Loss: one of {', '.join(LOSSES)}, or your own function: package.module:name, "
-        "or file.py:name beside the YAML file (`loss: NAME` is short for `loss: {name: NAME}`).",
+        "or file.py:name next to the YAML file (`loss: NAME` is short for `loss: {name: NAME}`).",
     )
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of your own loss function, if `name` is one."""

@@ -219,7 +219,8 @@ class HostedEngines:
         except ProcessKilled:
             return False
         except ComponentFailure:
-            return True  # A slow host is no evidence that its server process has ended.
+            # A slow host does not show that its server process has ended.
+            return True
 
     async def stop(self, index: int) -> None:
         """Stop engine `index` and its host; does nothing if it is not running."""

@@ -152,7 +152,8 @@ def _check_checkpoint(path: Path, architecture: Architecture) -> None:
 
     if not is_checkpoint(path):
         raise UserError(
-            f"model.checkpoint is {str(path)!r}, which has no {MANIFEST_NAME} and is no checkpoint"
+            f"model.checkpoint is {str(path)!r}, which has no {MANIFEST_NAME} and is "
+            "not a checkpoint"
         )
     checkpoint = open_checkpoint(path, "model.checkpoint", lambda _: [])
     if fault := incompatibility(checkpoint.manifest, architecture, None):

@@ -5,7 +5,8 @@ A node has a role: it runs engines (rollout) or trainer ranks (trainer). The fil
 directory `RUN_DIR/launch/NAME/`, on the file system that all nodes share. If a job is queued again,
 its next launch is a new session of the same run.
 
-The torchrun agents of the trainer nodes meet at trainer node 0, on a port that this node chooses.
+The torchrun agents of the trainer nodes rendezvous at trainer node 0, on a port that this node
+chooses.
 
 Invariants
 - An entry is a file with data of one node for the others. It is written atomically and never

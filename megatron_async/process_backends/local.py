@@ -121,7 +121,7 @@ class LocalBackend:
         return LocalRemoteObject(self._directory / name, self._logs)
 
     def close(self) -> None:
-        # The stack goes on to end the other processes even if an interrupt comes while one ends.
+        # The stack ends the other processes even if an interrupt comes while it ends one of them.
         with ExitStack() as ends:
             for process in self._started:
                 ends.callback(process.end)
@@ -189,8 +189,8 @@ class LocalRemoteObject(RemoteCalls[T]):
         died before the call.
         """
         # Check the socket before the process: when a process dies, the watcher marks it as dead and
-        # then removes the socket. So if the socket is gone but the process is not marked, something
-        # else has removed the socket.
+        # then removes the socket. So if the socket is missing but the process is not marked,
+        # something else has removed the socket.
         removed = not self._path.exists()
         if removed and self._process is not None and self._process.runs:
             return ComponentFailure(

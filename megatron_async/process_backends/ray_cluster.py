@@ -2,8 +2,8 @@
 
 Invariants
 - A cluster that this module starts accepts only processes that can read its token.
-- A failed start is retried once. If the retry fails too, the error is one sentence with the last
-  line of Ray's log.
+- A failed start is retried once. If the retry fails too, the error message contains the last line
+  of Ray's log.
 - Ray's files of runs that have ended are removed at the next start, except the newest ones.
 """
 
@@ -132,7 +132,7 @@ def _init(arguments: dict[str, Any]) -> str:
 
     This process keeps its SIGTERM handler, because Ray's handler would print its C++ stack. Ray is
     also kept from printing the traceback of a call that fails before its reply is awaited, because
-    the caller reports that failure in one sentence.
+    the caller reports that failure by a one-line message.
     """
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -60,7 +60,7 @@ class RemoteCalls(ABC, Generic[T]):
 
     def _late(self, call: MethodCall, limit: float) -> CallTimeout:
         """Return the error for a call that exceeded its `limit` in seconds."""
-        return CallTimeout(f"{self._name} did not answer {call.method} within {limit:g} s")
+        return CallTimeout(f"{self._name} did not reply to {call.method} within {limit:g} s")
 
     def _result(self, reply: bytes, call: MethodCall) -> Any:
         """Return the method's result from the bytes of a reply, or raise the error in the reply.

@@ -35,8 +35,8 @@ _AT_BOTTOM: Final = {"yref": "container", "y": 0, "yanchor": "bottom", "traceord
 _MAX_LAG: Final = 8
 _FEW_STEPS = 8  # Below this number, every step has a label.
 # Thresholds of the ratio of the largest to the smallest value on a logarithmic axis. Above the
-# first, the axis gets labels of its own; above the second, only those of powers of ten; above the
-# third, only those of every third power.
+# first, the axis has labels at 1, 2 and 5 times each power of ten; above the second, at powers of
+# ten; above the third, at every third power of ten.
 _FEW_DIGITS, _FEW_POWERS, _MANY_POWERS = 3.0, 100.0, 1e6
 # Logarithms of importance weights are clamped to this absolute value.
 _MAX_LOG_WEIGHT: Final = 20.0

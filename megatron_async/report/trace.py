@@ -147,7 +147,7 @@ class Trace:
             case ev.WeightsPublished():
                 self._published(event.version.number, at)
             case ev.BatchTaken():
-                self._instant(f"batch {event.step} taken", _TRAINER, at)
+                self._instant(f"batch {event.step} received", _TRAINER, at)
         for action in exchange.actions:
             self._act(action, at)
 

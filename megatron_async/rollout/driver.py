@@ -278,7 +278,7 @@ class RolloutDriver:
         ):
             allowed = self._update_allowed.setdefault(version.number, asyncio.Event())
             self._feed(ev.UpdateRequested(version.number))
-            await self.background.wait_for(allowed.wait(), timeout, f"engines to take {version}")
+            await self.background.wait_for(allowed.wait(), timeout, f"engines to load {version}")
         if version != self._version:
             self.statistics.update_started()
         receivers = [

@@ -14,7 +14,7 @@ Invariants
   be stored, because the stream of that token is not read meanwhile. An engine is suspended while it
   is paused, receives weights, is verified, or has released its memory. A first request, a token and
   the end of a suspension reset the silence to 0; a request that the engine aborts by itself does
-  not. If a suspended engine does not answer a request, nothing is at fault.
+  not. If a suspended engine does not reply to a request, nothing is at fault.
 - A load report counts as missing only if it was requested and could not be read while the engine
   was not suspended.
 - A request's silence grows only while its engine is not suspended, reports an empty queue, and has
@@ -145,7 +145,7 @@ class EngineHealth:
 
         Args:
             spontaneous: Whether the engine aborted the request by itself. The silence is then not
-                reset, because such an abort is no sign of progress.
+                reset, because such an abort does not show progress.
         """
         self.requests -= 1
         self._update(now)

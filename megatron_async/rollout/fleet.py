@@ -46,7 +46,7 @@ class _Member:
 
 class Fleet:
     """All engines of a run, and how often each was restarted. Each trainer that connects has a
-    driver of its own; the fleet is handed from one driver to the next."""
+    separate driver; the fleet is handed from one driver to the next."""
 
     def __init__(self, settings: EngineConfig, launcher: EngineLauncher) -> None:
         self._settings = settings

@@ -446,7 +446,7 @@ class Generation:
             count = len(tracked.health.failed_prompts)
             self._monitor.give_up(
                 tracked,
-                f"engine {tracked.engine_id} answers, but requests of {count} prompts in a row "
+                f"engine {tracked.engine_id} replies, but requests of {count} prompts in a row "
                 f"failed on it, the last: {why}",
             )
             return False

@@ -11,8 +11,8 @@ Invariants
   full engine they start as soon as running requests end.
 - The time limit restarts with each chunk of tokens, so an engine that is slow but makes tokens does
   not fail the check.
-- A request whose stream breaks off is sent again, because a single broken stream is no evidence
-  about its engine.
+- A request whose stream breaks off is sent again, because a single broken stream does not show that
+  its engine is at fault.
 """
 
 import asyncio

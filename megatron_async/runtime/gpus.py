@@ -1,7 +1,7 @@
 """Detects a GPU that torch can use, for processes that do not need torch for anything else.
 
 Invariants
-- If torch is already imported, its answer is used, and no device files are looked for.
+- If torch is already imported, its result is used, and no device files are looked for.
 """
 
 import sys

@@ -5,8 +5,9 @@
 
 The worker (`workers.ScorerWorker`) starts the keeper. The keeper forks the scorer process, and
 kills the processes that the scorer leaves behind. It adopts all orphaned descendants of the scorer
-(Linux "child subreaper"), including those that started a session of their own. It notices when the
-worker closes the pipe (a hang-up), and reports the scorer's end to the worker in the last packet.
+(Linux "child subreaper"), including descendants that started a separate session. It notices when
+the worker closes the pipe (a hang-up), and reports the scorer's end to the worker in the last
+packet.
 
 Invariants
 - The program imports neither torch nor transformers.

@@ -162,7 +162,7 @@ def update_bytes(shape: ModelShape, bucket_bytes: int, stages: int) -> float:
     tensor larger than a bucket is a bucket by itself, and the largest tensors are the embedding and
     the output head, which have the same size. If a single stage sends all weights and these two are
     not tied, both may be in memory at once, otherwise only one of them. Each stage sends over a
-    process group of its own, with its own NCCL buffers.
+    separate process group with separate NCCL buffers.
     """
     largest = max(bucket_bytes, BF16 * shape.head_parameters)
     other = largest if stages == 1 and not shape.tied else bucket_bytes

@@ -129,7 +129,7 @@ class ProceduralProblems:
         """
         if self._config.kind != CHAIN_SUM:
             raise UserError(
-                f"task {self.name} has no worked answers of its own; set sft.data to a JSONL file "
+                f"task {self.name} has no worked answers. Set sft.data to a JSONL file "
                 f"with `prompt` and `response` (only task.kind {CHAIN_SUM} has worked answers)"
             )
         found = []

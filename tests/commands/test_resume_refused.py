@@ -302,7 +302,7 @@ def test_resume_that_fails_before_its_start_changes_no_file(
 def test_resume_that_fails_after_its_start_keeps_its_settings(
     run: RunDirectory, start: Start
 ) -> None:
-    start.error = ComponentFailure("an engine is gone")
+    start.error = ComponentFailure("an engine is dead")
     with pytest.raises(ComponentFailure):
         train.resume_command(run.path, ["steps=9"], 2)
     assert RunDirectory.find(run.path, [])[1].steps == 9

@@ -234,8 +234,8 @@ async def test_update_waits_when_a_response_outlasts_the_transfer_timeout(tmp_pa
 
 
 async def test_engine_stays_in_service_when_streams_break_and_it_replies(tmp_path: Path) -> None:
-    """A connection that was reset is no evidence about the engine, which is then asked for its
-    version."""
+    """A reset connection does not show that the engine is at fault. The engine is then asked for
+    its version."""
 
     class Dropping(SimulatedEngine):
         requests = 0

@@ -164,7 +164,7 @@ class Engine:
         if answer is None:
             await asyncio.Event().wait()
         if not answer:
-            raise EngineError("e is gone")
+            raise EngineError("e is dead")
 
     async def version(self) -> PolicyVersion:
         await self._answer()

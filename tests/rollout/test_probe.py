@@ -105,8 +105,8 @@ class Breaking(SimulatedEngine):
 
 @pytest.mark.parametrize(("broken", "fails"), [(2, False), (3, True)])
 async def test_sample_retries_when_a_stream_breaks_off(broken: int, fails: bool) -> None:
-    """A single broken stream is no evidence about its engine, as for a trajectory; three in a row
-    are."""
+    """As for a trajectory, one broken stream does not show that its engine is at fault; three in a
+    row do."""
     engine = Breaking("one", MODEL, VERSION)
     engine.broken = broken
     sampling = sample(engine, PROMPTS[:1], SamplingConfig(), VERSION, 3, 5.0)

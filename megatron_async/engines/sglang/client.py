@@ -431,7 +431,7 @@ class SGLangClient:
 
 
 def _session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
-    """Create a session whose connections end when the server's host is gone."""
+    """Create a session whose connections end when the server's host is dead."""
     return aiohttp.ClientSession(
         headers=headers,
         cookie_jar=aiohttp.DummyCookieJar(),

@@ -2,7 +2,7 @@
 simulated one.
 
     server = SGLangProcess(model_dir, EngineConfig(), log_path=run_dir / "engine0.log")
-    server.start()          # returns when the server answers, or raises ComponentFailure
+    server.start()          # returns when the server replies, or raises ComponentFailure
     ... server.url ...
     server.stop()
 
@@ -209,9 +209,9 @@ def rendezvous_of_ranks(settings: EngineConfig, directory: Path, port: int) -> d
     """Return environment variables with which the tensor-parallel ranks of a server form their
     process group through a file.
 
-    By default, SGLang's ranks meet through a TCP store that listens on every interface without a
-    key, which a file avoids. For an engine that other machines can reach, the result is empty, and
-    SGLang uses its store. Several ranks were tried on CPUs only.
+    By default, SGLang's ranks rendezvous through a TCP store that listens on every interface
+    without a key. A file avoids this. For an engine that other machines can reach, the result is
+    empty, and SGLang uses its store. Several ranks were tried on CPUs only.
     """
     if not is_loopback(settings.host):
         return {}

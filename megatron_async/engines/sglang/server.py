@@ -126,7 +126,7 @@ def install() -> None:
             (updater.RECEIVE, ahead.receive, "AROUND", "weights cannot be received"),
             (updater.JOIN, updater.join, "AROUND", "a lost node would end healthy engines"),
             (updater.LEAVE, ahead.leave, "AROUND", "weight-update groups cannot be left"),
-            (updater.BEGIN, ahead.begin, "BEFORE", "weight updates cannot be begun"),
+            (updater.BEGIN, ahead.begin, "BEFORE", "weight updates cannot be started"),
             (prefix.QUEUE, prefix.before_queue, "BEFORE", "old prefixes are reused"),
             (queue.QUEUE, queue.after_queue, "AFTER", "checks of engines wait for others"),
             (prefix.CHANGE, prefix.after_change, "AFTER", "old prefixes are reused"),

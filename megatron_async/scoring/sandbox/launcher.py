@@ -174,7 +174,7 @@ def _tasks(spec: dict[str, Any]) -> int:
 
     The kernel counts all processes of one user together, but a program that runs as another user is
     counted separately. So is, from kernel 5.14 on, a program in a separate user namespace. If the
-    program is not counted separately, the result is no limit, because other processes of this user
+    program is not counted separately, the result is unlimited, because other processes of this user
     would count too.
     """
     release = tuple(int(number) for number in os.uname().release.split(".")[:2])
