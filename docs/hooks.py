@@ -113,12 +113,13 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "Every setting of a configuration file, by section. An unknown one is refused. Any can be "
-        "given on the command line: `section.setting=value`. `megatron-async settings` shows the "
-        "same, `megatron-async settings --of FILE` with the values of a file. A section `name[]` "
-        "has the settings of each element of the list or mapping `name`. A default is that of a "
-        "run which names no recipe and no preset; others have [others](../algorithms.md). The "
-        "sections `simulate` are those of a [simulation](../simulator.md), and not of a run.",
+        "This page lists every setting of a configuration file, by section. Unknown settings are "
+        "refused. You can give any setting on the command line: `section.setting=value`. "
+        "`megatron-async settings` shows the same list, and `megatron-async settings --of FILE` "
+        "shows it with the values of a file. A section `name[]` has the settings of each element "
+        "of the list or mapping `name`. The defaults are those of a run without a recipe and "
+        "without a preset; [recipes and presets](../algorithms.md) have other defaults. The "
+        "sections `simulate` have the settings of a [simulation](../simulator.md), not of a run.",
     ]
     arguments = [
         section
