@@ -81,7 +81,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Removal:
-    """What one transaction of compaction changes in the database when it removes old groups.
+    """Changes that one transaction of compaction makes in the database when it removes old groups.
 
     Attributes:
         groups: Ids of the groups whose rows are deleted.

@@ -166,7 +166,7 @@ class EpisodeWriter:
 
         Args:
             call: The key that `begin_step` returned.
-            reason: Why the episode ended.
+            reason: Reason why the episode ended.
             outcome: Response and reward of the newest turn; None leaves that turn unchanged.
             abandoned: Numbers of the turns whose responses did not reach the agent that ended the
                 episode. They are marked (`Turn.abandoned`), so that they are not trained.

@@ -53,7 +53,7 @@ class SupersededRequest(ValueError):
 
 
 class Author(NamedTuple):
-    """Who wrote a segment, and which columns it reports beyond token ids and log-probs.
+    """Author of a segment, and the columns that it reports in addition to token ids and log-probs.
 
     The author is one policy version on one engine, or the environment.
 

@@ -6,7 +6,7 @@ Invariants
 - Everything that is read is checked (by SQLite's `quick_check` and the CRC of each row). A damaged
   database and its log are not deleted: they are renamed with the suffix `.damaged-N`.
 - The replica replaces a database that is damaged, missing, or on a node that cannot be reached.
-  What the replica does not contain is lost, and is named in a message; rollouts can be generated
+  Data that the replica does not contain is lost, and a message names it; rollouts can be generated
   again.
 - Losing data is preferred to training on it twice. Each checkpoint and each batch records the
   number of transactions that the store had (`position`). A store with fewer transactions may have
@@ -59,7 +59,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Recovery:
-    """What was wrong with a store when it was opened, and what replaced it.
+    """Recovery of a store whose database was damaged, missing or outdated when the store was
+    opened.
 
     Attributes:
         message: Message for the user that names the damage, the replacement and the losses.

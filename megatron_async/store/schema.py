@@ -92,7 +92,7 @@ class BatchRow(NamedTuple):
         id: Key of the row.
         lineage: Lineage on which the batch was made; every resume of the run starts a new lineage.
         step: Number of the update.
-        drop_reason: Why the trainer dropped the batch; None if it did not.
+        drop_reason: Reason why the trainer dropped the batch; None if it did not.
         trajectory_ids: Ids of the trajectories as int64 bytes; empty for a dropped batch, and after
             compaction (export and removal of old trajectories) has removed all of them.
     """
@@ -129,7 +129,7 @@ class GroupRow(NamedTuple):
         first_trajectory: Id of the first trajectory; the ids of the group are consecutive.
         size: Number of trajectories.
         task: Name of the prompt's task.
-        payload: What the task stores with the prompt, as JSON.
+        payload: Data that the task stores with the prompt, as JSON.
         priority: The prompt's priority; higher priorities are generated first.
         token_ids: Token ids of the prompt as int32 bytes.
     """
@@ -159,10 +159,10 @@ class TrajectoryRow(NamedTuple):
         chunks: Number of the current attempt's chunks that had been passed to the writer when this
             row was.
         state: A `TrajectoryState` other than `batched`.
-        finish_reason: Why the response ended; None if it has not ended.
+        finish_reason: Reason why the response ended; None if it has not ended.
         reward: Reward; None if the trajectory has not been scored.
         reward_detail: Components of the reward, as JSON.
-        drop_reason: Why the trajectory was dropped; None if it was not.
+        drop_reason: Reason why the trajectory was dropped; None if it was not.
     """
 
     trajectory_id: int

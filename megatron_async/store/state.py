@@ -63,7 +63,7 @@ class StoreState:
             already. There are none unless the store may have lost transactions.
         undone_batches: Batches of the current lineage at or after the step that it continues from,
             which opening deletes; their trajectories are scored again.
-        recovery: What was wrong with the database; None if nothing was.
+        recovery: Recovery that opening the store required; None if the database was usable.
     """
 
     lineage: int
@@ -247,7 +247,7 @@ def _choose_copy(
         location: Where the database is.
         read: Loads the state from a database file.
         found: State of the database; None if the database is damaged, missing or out of reach.
-        reason: What is wrong with the database, as the end of a sentence about it.
+        reason: Problem of the database, as the end of a sentence about it.
         needed: Number of transactions that the trainer may have seen; 0 if unknown.
         unknown: Whether the trainer may have seen more transactions than `needed`.
     """

@@ -159,7 +159,7 @@ class TrajectoryStore:
 
     @property
     def recovery(self) -> Recovery | None:
-        """What opening found damaged, missing or outdated in the store; None if nothing was."""
+        """Recovery that opening the store required; None if the database was usable."""
         return self._state.recovery
 
     @property
@@ -282,8 +282,8 @@ class TrajectoryStore:
             version: Policy version that generated the tokens.
             engine_id: Engine that generated the tokens.
             from_environment: Whether the environment wrote the tokens.
-            end: Why the response (or the turn of an episode) ends with these tokens; None if it
-                does not end. The end is committed once a later `sync` returns.
+            end: Reason why the response (or the turn of an episode) ends with these tokens; None if
+                it does not end. The end is committed once a later `sync` returns.
             columns: The columns beyond token ids and log-probs, each [n] (`trajectory/columns.py`).
 
         Raises:

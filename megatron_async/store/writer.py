@@ -102,7 +102,7 @@ class StoreWriter:
     def database_replaced(self) -> bool:
         """Whether the database file was removed or replaced while it is open.
 
-        What is written then goes to a file without a name, which ends with this process.
+        Later writes go to a file without a name, which is deleted when this process ends.
         """
         return not leads_to(self._path, self._file)
 
