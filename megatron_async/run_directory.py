@@ -160,7 +160,7 @@ class RunDirectory:
         Args:
             path: The run directory.
             overrides: Settings as `section.name=value` that replace those of the run.
-            named_by: What the user gave the path with, such as an option, for the error message.
+            named_by: Origin of the path, such as an option, for the error message.
 
         Raises:
             UserError: If there is no run at `path`, or a setting is invalid.

@@ -113,7 +113,7 @@ class Prepared:
         pieces: Copies of the slices that the rank saves.
         random: States of the rank's random generators.
         names: Names of the tensors that all ranks together save.
-        error: Why the checkpoint must not be saved; None if the copy is valid.
+        error: Reason why the checkpoint must not be saved; None if the copy is valid.
     """
 
     pieces: list[CopiedPiece]

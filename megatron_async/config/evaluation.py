@@ -25,8 +25,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 @dataclass(frozen=True)
 class EvalSet:
-    """An evaluation set with a value for every setting. What the set itself does not set has the
-    value in section `eval`.
+    """An evaluation set with a value for every setting. A setting that the set does not have gets
+    its value from section `eval`.
 
     `prompts` is the number of problems; 0 = all problems of the set.
     """

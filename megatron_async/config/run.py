@@ -144,7 +144,7 @@ class TrackerConfig(Settings):
 
 
 class TelemetryConfig(Settings):
-    """What a run records and displays while it runs: metrics, scheduler events, progress."""
+    """Records and displays of a run while it runs: metrics, scheduler events, progress."""
 
     trackers: Annotated[list[TrackerConfig], BeforeValidator(listed)] = Field(
         default_factory=lambda: [TrackerConfig(name="tensorboard")]

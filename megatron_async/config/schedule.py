@@ -44,7 +44,7 @@ class ScheduleConfig(Settings):
     """Time of a weight update. `boundary`: weights change while no request runs. `in_flight`:
     engines are paused for the transfer, and running requests continue with the new weights."""
     kv: Literal["keep", "recompute"] = "recompute"
-    """What happens to the KV cache of running requests at an in-flight update: it is kept, or
+    """Treatment of the KV cache of running requests at an in-flight update: it is kept, or
     recomputed with the new weights."""
     updates_per_batch: int = Field(1, ge=1, le=64)
     """Number of minibatches into which a batch is split, with one optimizer step each in every pass

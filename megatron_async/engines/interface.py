@@ -59,7 +59,7 @@ class TokenChunk:
     """New tokens of one request, all of one policy version.
 
     Attributes:
-        end: Why the stream has ended, set in the last chunk of a stream; otherwise None.
+        end: Reason why the stream has ended, set in the last chunk of a stream; otherwise None.
         queued_seconds: In the first chunk, how long the request has waited in the engine's queue; 0
             if unknown.
         columns: Further arrays that the engine reports for the tokens, with one entry for each

@@ -4,8 +4,8 @@ A response is stored with its turn, and a reply to the agent's program is made f
 responses depend on the tools that a call offers, so there is one `ChatCodec` for each set of tools.
 
 Invariants
-- A response is stored as the policy wrote it. What the agent's program gets is computed from what
-  is stored, so a program that runs again gets the same reply.
+- A response is stored as the policy wrote it. The reply to the agent's program is computed from the
+  stored response, so a program that runs again gets the same reply.
 - If any part of a response looks like a tool call but cannot be parsed, the whole response is text.
 """
 

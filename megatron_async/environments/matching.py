@@ -27,7 +27,8 @@ TOOLS_ROLE: Final = "tools"
 
 @dataclass(frozen=True)
 class Fork:
-    """Why a call starts a new branch rather than extend an existing one, and where it differs.
+    """Reason why a call starts a new branch instead of extending an existing branch, and the first
+    difference.
 
     Attributes:
         why: `repeated`: an earlier call had the same messages. `shortened`: the call's messages are
@@ -48,14 +49,14 @@ class Fork:
 
 @dataclass(frozen=True)
 class Match:
-    """Which turn of an episode an agent's call continues, and with which new messages.
+    """Turn of an episode that an agent's call continues, and the new messages of the call.
 
     Attributes:
         parent: Number of the turn that the call continues; None if it starts a conversation.
         new: Messages of the call after the response of turn `parent`; all messages if `parent` is
             None.
-        fork: Why the call starts a new branch; None if it does not, which means that it is the
-            episode's first call or the first that continues `parent`.
+        fork: Reason why the call starts a new branch; None if it does not, which means that it is
+            the episode's first call or the first that continues `parent`.
     """
 
     parent: int | None

@@ -64,7 +64,7 @@ class EpisodeStart:
         messages: First messages of the episode, from the environment's `reset` or the task's row;
             for an agent, those of its first call.
         token_ids: Tokens of the messages, up to where the first response starts.
-        state: What restoring the episode needs: a snapshot of the environment, or options of the
+        state: Data for restoring the episode: a snapshot of the environment, or options of the
             agent's call. None if the environment makes no snapshots.
         notices: Warnings for the user.
     """
@@ -85,9 +85,9 @@ class StepResult:
         reward: Reward of the turn; if the episode ended, with its final reward added.
         messages: New messages of the next turn.
         token_ids: Tokens that the next turn's input adds to its branch; None if the episode ended.
-        state: What restoring the episode at the next turn needs (see `EpisodeStart.state`).
-        ended: Why the episode ended: `stop` (by itself) or `length` (at a limit). None if it goes
-            on with a next turn.
+        state: Data for restoring the episode at the next turn (see `EpisodeStart.state`).
+        ended: Reason why the episode ended: `stop` (by itself) or `length` (at a limit). None if
+            another turn follows.
         fault: Error message from closing the ended environment, which does not change the result;
             None if there was no error.
         parent: Number of the turn that the next turn continues; None if it starts a conversation.

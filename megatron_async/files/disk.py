@@ -79,7 +79,7 @@ def writing(path: Path | str | None, what: str = "") -> Iterator[None]:
 
     Args:
         path: The file that the block writes.
-        what: What the file is for, if its name does not say so.
+        what: Purpose of the file, if its name does not show it.
     """
     try:
         yield

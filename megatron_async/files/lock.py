@@ -33,8 +33,8 @@ class Holder:
     Attributes:
         pid: Process ID.
         host: Name of the process's host.
-        started: When the process started, in seconds since 1970.
-        what: What the process does, for people.
+        started: Start time of the process, in seconds since 1970.
+        what: Activity of the process, for messages.
         session: Identity of the launch that the process belongs to; empty for none.
     """
 

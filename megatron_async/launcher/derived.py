@@ -103,7 +103,7 @@ class Derived:
     Attributes:
         name: Dotted name of the setting.
         value: The derived value, or the value that the user has set.
-        reason: Why it has this value, for messages.
+        reason: Reason why it has this value, for messages.
         changed: Whether a derived value replaced the default.
     """
 

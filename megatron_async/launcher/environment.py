@@ -1,8 +1,8 @@
 """Environment variables of a run's processes, for every way of starting them.
 
 Each function takes the environment of the starting process and returns the variables that the new
-process gets in addition. `train`, `sft`, Slurm scripts and manual starts all use them. What a
-cluster needs in addition (modules, proxies, paths) belongs in the script whose path is in
+process gets in addition. `train`, `sft`, Slurm scripts and manual starts all use them. Further
+settings of a cluster (modules, proxies, paths) belong in the script whose path is in
 MEGATRON_ASYNC_SETUP. Variables that all roles must share are in `engines.nodes`; those of an
 engine's server are in `engines.sglang.process.server_environment`.
 

@@ -178,7 +178,7 @@ class Session:
         Args:
             file: The file.
             seconds: Time limit.
-            late: What did not appear, for the error message after the limit.
+            late: Description of the missing file, for the error message after the limit.
             over: The error message if the session is closed.
 
         Raises:

@@ -66,7 +66,7 @@ class ReportSample:
     """A trajectory, or a response of an evaluation, that the report shows as an example.
 
     Attributes:
-        why: Why it was chosen, such as "highest reward".
+        why: Reason why it was chosen, such as "highest reward".
         facts: Its reward, length and other facts in words.
         prompt: Text of its prompt.
         pieces: Its response, in parts by one author each.

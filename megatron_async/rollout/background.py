@@ -78,7 +78,7 @@ class BackgroundTasks:
 
         Args:
             timeout: Longest wait in seconds.
-            what: What is waited for, for the error message.
+            what: Name of the awaited event, for the error message.
             other: Coroutine that ends the wait early; None if there is none.
 
         Raises:

@@ -322,7 +322,7 @@ class EvalEpisode:
     Attributes:
         answers: Tokens of the policy's response in each turn.
         versions: Number of tokens that each policy version has made.
-        end: Why the episode ended; None while it is being played.
+        end: Reason why the episode ended; None while it is being played.
         turns: Turns so far, the newest last.
     """
 

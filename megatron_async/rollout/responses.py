@@ -122,7 +122,7 @@ class ResponseTokens:
 
     Attributes:
         versions: Number of tokens that each policy version has made.
-        end: Why the response is complete; None while it is not.
+        end: Reason why the response is complete; None while it is not.
     """
 
     token_ids: list[int] = field(default_factory=list)

@@ -54,9 +54,9 @@ class RecoveredTrajectory(Data, frozen=True):
             token of an earlier lineage has the policy number on the current lineage that its
             version counts as (`TrajectoryStore.lag_number`).
         newest_version: Largest of these policy numbers; None if it has no policy token.
-        drop_reason: Why it was dropped, if `state` is `dropped`; otherwise None. The store has a
-            dropped trajectory in such a group if a process ended while it dropped the group, so the
-            other members of the group are dropped at the resume.
+        drop_reason: Reason why it was dropped, if `state` is `dropped`; otherwise None. The store
+            has a dropped trajectory in such a group if a process ended while it dropped the group,
+            so the other members of the group are dropped at the resume.
     """
 
     trajectory_id: int

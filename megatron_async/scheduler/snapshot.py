@@ -155,8 +155,8 @@ def thaw(snapshot: dict[str, Any], scheduler: Scheduler) -> None:
     for name, names in snapshot["classes"].items():
         if expected.get(name) != names:
             raise UserError(
-                f"the {name} of its snapshot has the fields {names}, but the one of this program "
-                f"has {expected.get(name)}. Replay it with the program that wrote it."
+                f"the {name} of its snapshot has the fields {names}, but the {name} of this "
+                f"program has {expected.get(name)}. Replay it with the program that wrote it."
             )
     made: list[Any] = [scheduler]
     value = _Thawer(scheduler.config, made).value

@@ -18,7 +18,7 @@ from megatron_async.trajectory.types import DropReason, PolicyVersion, Trajector
 
 
 class DeferredAction(enum.Enum):
-    """What happens to a trajectory once its running request or scoring has ended."""
+    """Action on a trajectory once its running request or scoring has ended."""
 
     DROP = "drop"
     RESTART = "restart"
@@ -133,8 +133,8 @@ class GroupEntry:
         complete: Whether all members have a reward and the group waits for a batch.
         oldest: Lower bound of the policy numbers of the group's tokens; None if no member has such
             a bound. Members that will be dropped or restarted do not count.
-        drop_reason: Why the group is being dropped; None if it is not. A member that is running or
-            being scored is dropped only when that has ended.
+        drop_reason: Reason why the group is being dropped; None if it is not. A member that is
+            running or being scored is dropped only when that has ended.
         serving: Number of members that run on each engine, by engine id.
     """
 

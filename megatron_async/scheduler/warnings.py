@@ -24,8 +24,8 @@ is emitted."""
 
 
 class Cause(enum.Enum):
-    """Why no new group starts when finished groups fill `max_waiting_batches`: slow scores or slow
-    training."""
+    """Reason why no new group starts when finished groups fill `max_waiting_batches`: slow scores
+    or slow training."""
 
     SCORES = "scores"
     TRAINER = "trainer"

@@ -46,8 +46,8 @@ Tokens = list[tuple[int, int]]
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """What an engine knows of a trajectory, which is running on an engine, queued there, or waits
-    to be submitted to one.
+    """Data that an engine has about a trajectory. The trajectory is running on an engine, queued on
+    an engine, or waits to be submitted to an engine.
 
     A stint is the time from its admission to an engine's batch to its exit from the batch.
 

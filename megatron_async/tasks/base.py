@@ -43,7 +43,7 @@ class Problem:
 
     Attributes:
         question: The text that is asked.
-        payload: What a scorer reads; see `row_payload`.
+        payload: Data that a scorer reads; see `row_payload`.
         fields: Values by name, which a prompt template may use in addition to `question`.
         priority: Scheduling priority; problems with a higher priority go first.
         messages: A conversation that ends with the question; empty if there is only the question.

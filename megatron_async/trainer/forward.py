@@ -70,7 +70,7 @@ class GradientResult:
         metrics: Metrics of the loss, summed over all ranks.
         logprobs_T: Log-probs of the trained tokens, from which the loss was computed; 0 for other
             tokens.
-        reason: Why a loss of this rank is not finite; None if all are finite.
+        reason: Reason why a loss of this rank is not finite; None if all are finite.
         num_microbatches: Number of microbatches that each rank ran.
     """
 

@@ -26,7 +26,7 @@ from megatron_async.trainer.optimizer import optimizer_parts
 
 
 class DeviceContents(enum.Enum):
-    """Which of a trainer's tensors are on its device."""
+    """Tensors of a trainer that are on its device."""
 
     ALL = "all"
     WEIGHTS = "weights"

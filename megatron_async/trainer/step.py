@@ -96,7 +96,7 @@ class StepReport:
         skipped_updates: Number of updates that were skipped.
         skipped: Whether no update was applied. The weights are then unchanged, and the caller must
             mark the batch as dropped with the reason nonfinite.
-        skip_reason: Why the last skipped update was skipped; None if none was.
+        skip_reason: Reason why the last skipped update was skipped; None if none was.
         num_tokens: Tokens of the batch, prompts included.
         num_trained_tokens: Tokens of the batch that have a loss.
         num_microbatches: Number of microbatches of all updates, on this rank.

@@ -171,7 +171,7 @@ class Turn:
         parent: Number of the turn that this turn follows; None for the start of a conversation.
         segment: Index of the turn's first segment in `Trajectory.segments`.
         messages: The chat messages that are new in this turn.
-        end: Why the policy's response ended; None while it is incomplete.
+        end: Reason why the policy's response ended; None while it is incomplete.
         reward: The environment's reward for the response.
         answer: The response as text and tool calls.
         state: Newest snapshot of the environment; only the newest turn has one.

@@ -270,7 +270,7 @@ class Command(Settings):
     command: list[str] = Field(min_length=1)
     """The program and its arguments."""
     send: Literal["response", "answer", "code"] = "response"
-    """What the program reads: the whole response, its final answer, or its code (the last fenced
+    """Input of the program: the whole response, its final answer, or its code (the last fenced
     block that is not tagged as output)."""
     tags: list[str] = Field(default_factory=list)
     """Language tags of fenced blocks to prefer with `send: code`, such as [cpp, c++]."""

@@ -22,7 +22,7 @@ _OUTPUT_TAGS: Final = frozenset(
     {"text", "txt", "plain", "plaintext", "output", "stdout", "console", "log", "result"}
 )
 _END_OF_THOUGHT: Final = "</think>"
-# What may precede a fence on its line: quotation marks, or the mark of an item of a list.
+# Text that may precede a fence on its line: quotation marks, or the mark of an item of a list.
 _CONTAINER: Final = re.compile(r"(?:[ \t]|>|[-*+][ \t]|\d{1,9}[.)][ \t])*")
 _FENCE: Final = re.compile(r"(?P<marks>`{3,}|~{3,})(?P<info>[^\n]*)(?P<bare>)")
 _FENCE_BEHIND_TEXT: Final = re.compile(

@@ -9,7 +9,8 @@ from megatron_async.errors import short_repr
 from megatron_async.scoring.interface import CONVERSATIONS, SCORER_FAULTS
 
 Returned = float | tuple[float, Mapping[str, float]]
-"""What a reward function returns for a response: a score, or a score and its named components."""
+"""Return value of a reward function for a response: a score, or a score and its named
+components."""
 
 
 # Largest absolute value of a score. It leaves room below the largest float32, 3.4e38, for weighted
