@@ -1,7 +1,7 @@
 """Measures peak memory and time of the chunked head and of full logits on the CPU.
 
 Each measurement runs in a separate process. The process resets its peak resident memory just before
-the measured part (`/proc/self/clear_refs`) and reads it afterwards (`VmHWM`), so that earlier
+the measured part (`/proc/self/clear_refs`) and reads it afterward (`VmHWM`), so that earlier
 allocations do not count.
 """
 

@@ -116,7 +116,8 @@ def stub_engines(engines: int, processes: int, interval: int, rate: float) -> It
         yield [f"http://127.0.0.1:{port}" for line in lines for port in line.split()]
     finally:
         for process in started:
-            process.communicate(timeout=20)  # closes the input, so the process exits
+            # This closes the input, so the process exits.
+            process.communicate(timeout=20)
 
 
 class Relays:
@@ -124,7 +125,8 @@ class Relays:
 
     def __init__(self) -> None:
         self._relays: dict[str, StreamRelay] = {}
-        tune_gc()  # as the host of an engine does
+        # The host of an engine also tunes the garbage collector.
+        tune_gc()
 
     async def serve(self, engine_id: str, url: str, settings: EngineConfig) -> None:
         client = SGLangClient(engine_id, url, settings)
@@ -365,7 +367,8 @@ async def _tick(phase: Phase) -> None:
 async def measure(run: Run, streams: int, seconds: float) -> Figures:
     """Measure all phases of a run: submit, steady, abort all, submit again; return the results."""
     await run.manager.start()
-    tune_gc()  # as the manager's host does
+    # The manager's host also tunes the garbage collector.
+    tune_gc()
     await run.manager.attach(ResumePoint(0))
     ids = await run.stop_generation(0)
     async with run.phase("first submit"):

@@ -205,7 +205,8 @@ async def serve(engines: int, interval: int, rate: float) -> None:
     ]
     print(*(server.sockets[0].getsockname()[1] for server in servers), flush=True)
     closed = asyncio.Event()
-    loop.add_reader(sys.stdin, closed.set)  # readable only when it is closed
+    # Nothing is written to stdin, so it becomes readable only when it is closed.
+    loop.add_reader(sys.stdin, closed.set)
     while not closed.is_set():
         for stub in stubs:
             stub.tick()

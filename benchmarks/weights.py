@@ -336,7 +336,8 @@ def run(bench: Bench, transports: list[str], repeats: int) -> None:
         if transport == "delta":
             continue
         with bench.publisher(transport) as publisher:
-            bench.update(publisher, None)  # not measured, because it connects
+            # The first update is not measured, because it connects to the engines.
+            bench.update(publisher, None)
             for _ in range(repeats):
                 bench.update(publisher, transport)
     if "delta" in transports:

@@ -62,7 +62,8 @@ def generate(
 def load(model: Any, payload: str) -> None:
     """Copy the tensors of `payload` into the model."""
     named, _ = unpickle(payload)
-    _, unknown = model.load_state_dict(dict(named), strict=False)  # a tied head is not sent
+    # A tied head is not sent, so missing names are allowed.
+    _, unknown = model.load_state_dict(dict(named), strict=False)
     assert not unknown, unknown
     if model.device.type == "cuda":
         torch.cuda.synchronize()

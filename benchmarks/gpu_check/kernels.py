@@ -13,7 +13,8 @@ from benchmarks.gpu_check.check import ROOT, CheckFailed, Figures, Stage
 
 _TESTS = ("tests/kernels", "tests/algorithms/test_loss_backends.py")
 _TEST_SECONDS = 210
-_MAX_WORKERS = 8  # each worker has a CUDA context of about half a GiB
+# Limit on worker processes, because each has a CUDA context of about half a GiB.
+_MAX_WORKERS = 8
 _TAIL = 3000
 
 

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from megatron_async.trainer.step import PolicyTrainer
     from megatron_async.trajectory.batch import TokenBatch
 
-_MIN_GAIN = 0.1  # in accuracy; the quickstart gains 0.2
+# Smallest gain in accuracy that passes. The quickstart gains 0.2.
+_MIN_GAIN = 0.1
 # As in trainer.py: far above rounding errors, and far below the difference of wrong weights.
 _LOGPROB_BOUND = 0.03
 _TRIAL_RUN = {
@@ -148,9 +149,8 @@ class _Loop:
             raise CheckFailed(f"update {report.step} was skipped: {report.skip_reason}")
         self._next = self._pack(prompts, self._generator.read())
         tensors = stage_tensors(self._trainer.model, self._trainer.model[0].architecture)
-        flat = flat_copy(
-            list(tensors), by_value=False
-        )  # must exist until the generator has copied it
+        # `flat` must exist until the generator has copied it.
+        flat = flat_copy(list(tensors), by_value=False)
         self._generator.ask(load=serialize(flat))
         self._generator.read()
         self._loaded = self._trainer.step

@@ -149,7 +149,8 @@ def ipc(stage: Stage) -> Figures:
         )
     ]
     began = time.monotonic()
-    flat = flat_copy(bucket, by_value=False)  # must exist until the child has ended
+    # `flat` must exist until the child has ended.
+    flat = flat_copy(bucket, by_value=False)
     payload = serialize(flat)
     if stage.device == "cuda":
         torch.cuda.synchronize()

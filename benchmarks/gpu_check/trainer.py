@@ -193,7 +193,8 @@ def updates(stage: Stage) -> Figures:
     with trainer_on(model, **changes) as trainer:
         batch = replace(batch, rollout_logprobs_T=trainer.compute_logprobs(batch))
         before = _mean_gain(trainer, batch)
-        first = trainer.train_batch(batch)  # not timed, because it compiles
+        # The first update is not timed, because it compiles.
+        first = trainer.train_batch(batch)
         began = time.monotonic()
         reports = [trainer.train_batch(batch) for _ in range(_UPDATES - 1)]
         if stage.device == "cuda":

@@ -61,7 +61,8 @@ def backend(
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
-            patch.setenv(name, "")  # So that the patch restores the variable afterwards.
+            # A variable that was set here is restored when the patch ends.
+            patch.setenv(name, "")
         with ray_backend(None, folder / "token", gpus="3,5") as opened:
             yield opened
 

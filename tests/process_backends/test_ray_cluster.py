@@ -26,7 +26,8 @@ SLOW = "The current node timed out during startup. This could happen because ...
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make a temporary folder Ray's directory, and return the folder."""
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_IGNORE_UNHANDLED_ERRORS"):
-        monkeypatch.setenv(name, "")  # So that monkeypatch restores the variable afterwards.
+        # A variable that was set here is restored by monkeypatch after the test.
+        monkeypatch.setenv(name, "")
     monkeypatch.setattr(ray_cluster, "ray_directory", lambda: tmp_path)
     return tmp_path
 

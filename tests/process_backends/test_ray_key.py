@@ -32,7 +32,8 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[s
     from megatron_async.process_backends.ray_cluster import start_ray
 
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.setenv(name, "")  # So that monkeypatch restores the variable afterwards.
+        # A variable that was set here is restored by monkeypatch after the test.
+        monkeypatch.setenv(name, "")
     key_file = tmp_path / "ray-token"
     with ThreadPoolExecutor(1) as pool:
         watching = pool.submit(modes_until, started := threading.Event())

@@ -174,7 +174,8 @@ async def test_concurrent_evaluation_is_complete_when_an_engine_dies(
     found: list[Evaluation] = []
     number = 1
     while not found:
-        batch = await trainer.manager.next_batch(0)  # None: the restarted engine needs weights
+        # The result is None if the restarted engine needs weights.
+        batch = await trainer.manager.next_batch(0)
         if batch is not None:
             number += 1
         found += (await trainer.publish(0, number)).evaluations
