@@ -18,7 +18,7 @@ description.
 - sampling_contract: conditions under which an engine's log-probs describe the distribution that it
   samples from.
 - thresholds: parses the threshold notations of the rollout correction.
-- reference: all settings as a list, and suggestions for misspelt names.
+- reference: all settings as a list, and suggestions for misspelled names.
 - base: the base class of settings.
 - files: reads files and refuses invalid ones.
 - load: builds a checked configuration from a YAML file and `section.setting=value` overrides.

@@ -7,8 +7,8 @@ from pydantic_core import PydanticCustomError
 
 
 class Settings(BaseModel):
-    """A frozen group of settings that refuses unknown keys, so that a misspelt name is an error and
-    does not silently leave a default in place.
+    """A frozen group of settings that refuses unknown keys, so that a misspelled name is an error
+    and does not silently leave a default in place.
 
     The docstring below a setting is its description. Numbers must be finite: a limit check against
     infinity or NaN would always have the same result. YAML's yes, no, on and off are not accepted

@@ -1,7 +1,7 @@
 """Lists every setting of the typed models: name, type, default, range, description.
 
-`megatron-async settings`, the reference page of the documentation and the suggestions for misspelt
-settings all use this list, so that none of them can be out of date.
+`megatron-async settings`, the reference page of the documentation and the suggestions for
+misspelled settings all use this list, so that none of them can be out of date.
 """
 
 import difflib

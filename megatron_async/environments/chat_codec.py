@@ -156,7 +156,7 @@ class ChatCodecs:
         self._cached: dict[str, ChatCodec] = {}
         if parser:
             # This also imports the parser. A worker limits its memory after this, so the memory of
-            # the import does not count towards the limit.
+            # the import does not count toward the limit.
             CallReader(parser, ()).check()
 
     def of(self, tools: str) -> ChatCodec:

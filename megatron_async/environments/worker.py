@@ -174,7 +174,7 @@ class EnvironmentWorker:
         if parser:
             self.reader = CallReader(parser, schemas)
             # This also imports the parser. The worker limits its memory after this, so the memory
-            # of the import does not count towards the limit.
+            # of the import does not count toward the limit.
             self.reader.check()
         self._stops = frozenset(stops)
         self._threads = Threads(self._episode.threads)

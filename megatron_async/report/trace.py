@@ -1,6 +1,6 @@
 """Builds `trace.json`, which shows the newest steps of a run on a time axis in Perfetto.
 
-The trace is made afterwards from files that a run writes anyway: the scheduler's recorded events
+The trace is made afterward from files that a run writes anyway: the scheduler's recorded events
 with their times, and the trainer's times in metrics.jsonl. So tracing costs a run only one reading
 of the clock for each event. The trace begins with the oldest step whose events are still recorded.
 

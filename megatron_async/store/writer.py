@@ -209,7 +209,7 @@ class StoreWriter:
         """Wait until everything queued so far is committed; return the store's transaction count.
 
         Callers that arrive while a barrier is in progress share the next barrier, so that thousands
-        of streams cost one acknowledgement for each transaction.
+        of streams cost one acknowledgment for each transaction.
 
         Raises:
             ComponentFailure: The writer fails, is closed, or commits nothing for `stall_seconds`.

@@ -5,7 +5,7 @@ Invariants
   and the published models. Otherwise the last bit of a frequency could differ, which at position
   4,000 changes an angle by 1e-4.
 - The angles of each token are computed from its own position, so no loop over sequences is needed.
-- Queries and keys are rotated in float32 and rounded afterwards, as SGLang does on a GPU. If sines
+- Queries and keys are rotated in float32 and rounded afterward, as SGLang does on a GPU. If sines
   and cosines were rounded to bfloat16, the error would grow with the context.
 """
 

@@ -4,7 +4,7 @@ The checks are pure functions.
 
 Invariants
 - The record is a file that the environment itself writes (`noted_environment.py`). It contains each
-  call that the environment received, even if the worker, the manager or the run died afterwards.
+  call that the environment received, even if the worker, the manager or the run died afterward.
 - A name identifies an episode. An environment draws a new name at every reset. The name of an
   agent's episode consists of its seed and its number.
 """

@@ -57,7 +57,7 @@ class ScorerProcesses:
     async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> Score:
         place = await self._idle.get()  # Every score has a time limit, so this wait is bounded.
         work = [ScoreJob(0, prompt.payload, (text_of(response_ids),))]
-        # A separate task continues after its caller was cancelled; only then is the worker idle.
+        # A separate task continues after its caller was canceled; only then is the worker idle.
         scoring = asyncio.ensure_future(self._workers[place].score(work))
         scoring.add_done_callback(lambda _: self._idle.put_nowait(place))
         [[scored]] = await asyncio.shield(scoring)  # Bounded by the time limit of a score.

@@ -2,7 +2,7 @@
 instead of weights.
 
 Invariants
-- A call of the manager continues after its caller was cancelled, as a call through Ray does.
+- A call of the manager continues after its caller was canceled, as a call through Ray does.
 - The trainer notes each batch before it continues, so that the checks know what was trained.
 """
 
@@ -41,7 +41,7 @@ _LAST_STEPS = 2
 
 
 class ManagerCalls:
-    """Calls methods of a manager as Ray does: a call continues after its caller was cancelled."""
+    """Calls methods of a manager as Ray does: a call continues after its caller was canceled."""
 
     def __init__(self, manager: RolloutManager) -> None:
         self._manager = manager

@@ -155,7 +155,7 @@ class Gauge:
         self.meant = 0.0
 
     async def run(self, interval: float = 0.05) -> None:
-        """Measure until cancelled, once per `interval` seconds."""
+        """Measure until canceled, once per `interval` seconds."""
         while True:
             self.meant, due = 0.0, time.monotonic() + interval
             await asyncio.sleep(interval)

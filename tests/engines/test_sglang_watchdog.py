@@ -22,7 +22,7 @@ LENGTH = 400
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_engine_survives_a_pause_longer_than_its_watchdog(tmp_path: Path) -> None:
-    """A request is running during the pause; it keeps its KV cache and continues afterwards."""
+    """A request is running during the pause; it keeps its KV cache and continues afterward."""
     model = tmp_path / "model"
     save_hf_model("qwen3", model, seed=1, vocab_size=128, max_position_embeddings=2048)
     settings = SETTINGS.model_copy(

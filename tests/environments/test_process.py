@@ -113,7 +113,7 @@ ENDS_AS_FAULT = {
 async def test_environment_fault_is_one_message_and_other_episodes_continue(
     villains: Workers, how: str
 ) -> None:
-    """An episode that is played afterwards succeeds in the same process."""
+    """An episode that is played afterward succeeds in the same process."""
     player, worker = Player(villains), villains.process().pid
     with pytest.raises(EnvironmentFault, match=ENDS_AS_FAULT[how]):
         await player.play(0, how)

@@ -1,4 +1,4 @@
-"""Tests that `ManyAborted` equals single events: same actions, same state afterwards."""
+"""Tests that `ManyAborted` equals single events: same actions, same state afterward."""
 
 from __future__ import annotations
 

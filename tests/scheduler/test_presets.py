@@ -79,7 +79,7 @@ class TestPipeline:
         run.prompts(2)
         run.send(ev.BatchTaken(0))
         assert run.send(ev.UpdateRequested(1)) == [ev.PauseEngines("in_place"), ev.AllowUpdate(1)]
-        # The end is reported late; the free slot is filled afterwards.
+        # The end is reported late; the free slot is filled afterward.
         assert run.finish(20) == [ev.Score(20)]
         emitted = run.publish(1)
         assert emitted[0] == ev.ResumeEngines()

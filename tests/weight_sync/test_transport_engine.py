@@ -207,7 +207,7 @@ class KilledSender(DistributedSender):
 def test_engine_ends_groups_of_killed_trainers_when_an_update_starts(
     engine: EngineUnderTest, tmp_path: Path
 ) -> None:
-    """One trainer was killed between updates and one during an update; afterwards torch in the
+    """One trainer was killed between updates and one during an update; afterward torch in the
     engine must not have the group of either."""
     settings = WeightsConfig(timeout_seconds=30.0)
     killed = [KilledSender(settings, SETTINGS, torch.device("cpu")) for _ in range(2)]
