@@ -10,7 +10,7 @@ Invariants
 - Content is read through a small buffer into its destination; files are not memory-mapped, so that
   memory use does not grow with the files.
 - Whatever the files contain, either a tensor is read completely, or CorruptCheckpoint is raised
-  with a message of one sentence.
+  with a message that names the damage.
 """
 
 import json

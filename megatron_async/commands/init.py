@@ -118,7 +118,7 @@ def _write_files(directory: Path, kind: str, model: Path | None, about_model: st
 
 
 def _write_model(path: Path, kind: str, model: Path | None) -> str:
-    """Write the model of a new project to `path`; return sentences about the model.
+    """Write the model of a new project to `path`; return a message about the model.
 
     It is a copy of the quickstart's model or, if that does not exist, a tiny model with random
     weights.

@@ -263,7 +263,7 @@ class FileProblems:
         random.Random(stable_hash("held-out order", HELDOUT_SEED)).shuffle(self._heldout)
 
     def summary(self) -> str:
-        """Return a sentence that counts each file's training rows and the held-out problems."""
+        """Return a message that counts each file's training rows and the held-out problems."""
         parts = [
             f"{len(epochs.kept):,} of {len(epochs.file):,} rows of {epochs.file.what}"
             for epochs in self._epochs
