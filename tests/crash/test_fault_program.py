@@ -119,9 +119,13 @@ def test_audit_finds_the_broken_promise_when_a_defect_is_planted(
     plant: Callable[[pytest.MonkeyPatch], None],
     faults: list[Fault],
 ) -> None:
+    """A defect may have no effect in a run, depending on when the requests of a stale engine end.
+
+    `accept_any_request` had none in 2 of 30 runs. Therefore the audit gets up to five runs.
+    """
     plant(monkeypatch)
-    result = result_of(tmp_path, preset, faults)
-    assert found(result, check), result.broken
+    results = (result_of(tmp_path / str(attempt), preset, faults) for attempt in range(5))
+    assert any(found(result, check) for result in results)
 
 
 class Clock:
