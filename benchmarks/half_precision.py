@@ -1,4 +1,4 @@
-"""Measures ratios of on-policy tokens in half precision, usual ones and those of a defect.
+"""Measures ratios of on-policy tokens in half precision, with correct weights and with a defect.
 
     python -m benchmarks.half_precision --model runs/quickstart/sft --out FILE
 

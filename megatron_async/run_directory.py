@@ -159,7 +159,7 @@ class RunDirectory:
 
         Args:
             path: The run directory.
-            overrides: Settings as `section.name=value` that replace those of the run.
+            overrides: Settings as `section.name=value` that replace settings of the run.
             named_by: Origin of the path, such as an option, for the error message.
 
         Raises:

@@ -1,4 +1,4 @@
-"""A user-defined model family: Mistral without a sliding window, whose structure is that of Llama.
+"""A user-defined model family: Mistral without a sliding window, which has the structure of Llama.
 
 A `Family` has the `model_type` of config.json and two functions. The first reads config.json and
 refuses settings that the model does not implement. The second returns the table of parameters: each

@@ -2,7 +2,8 @@
 
 Each worker of the run starts one such process, `tasksets.py` in this directory. For each episode,
 the agent writes one line of JSON to the process and reads one line of JSON from it. The process
-plays episodes of a taskset of `verifiers`, whose requirements conflict with those of a run.
+plays episodes of a taskset of `verifiers`, whose requirements conflict with the requirements of a
+run.
 """
 
 import asyncio

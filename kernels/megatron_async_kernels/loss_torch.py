@@ -49,7 +49,7 @@ def policy_loss(
 
     Computations are in the dtype of `logprobs_T`, but at least in float32. If the surrogate is
     `own`, the function `own` returns the loss of each token and autograd computes its gradient;
-    aggregation, rejection, KL and entropy bonus are still those of `config`.
+    `config` still determines aggregation, rejection, KL and entropy bonus.
 
     Args:
         inputs: The microbatch.

@@ -320,7 +320,7 @@ class LossMetrics:
         )
 
     def merge(self, other: LossMetrics) -> LossMetrics:
-        """Return these metrics combined with those of another microbatch."""
+        """Return these metrics combined with the metrics of another microbatch."""
         return LossMetrics(
             self.sums_M + other.sums_M,
             self.lag_sums_LB + other.lag_sums_LB,

@@ -5,10 +5,9 @@
 # ruff: noqa: SIM102
 """Provides device functions that compute the loss of a block of tokens.
 
-The formulas, with their sources, are those of `surrogates`, whose names are used here too. Each
-function computes a block of tokens elementwise in float32; SPEC is a `LossSpec` with the
-compile-time constants. `first_sequence` finds the sequence of a token, and `read_stream` reads an
-input array.
+`surrogates` has the same formulas and names, with their sources. Each function computes a block of
+tokens elementwise in float32; SPEC is a `LossSpec` with the compile-time constants.
+`first_sequence` finds the sequence of a token, and `read_stream` reads an input array.
 
 Invariant
 - All inputs of a token with mask 0 are read as 0.

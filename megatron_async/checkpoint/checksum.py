@@ -123,7 +123,8 @@ class TensorTally:
         """Return the manifest's record of tensor `name`: its precision, shape and total checksum.
 
         Raises:
-            CorruptCheckpoint: If the number of counted elements is not that of the whole tensor.
+            CorruptCheckpoint: If the number of counted elements differs from the size of the whole
+            tensor.
         """
         if self.elements != prod(self.shape):
             raise CorruptCheckpoint(
@@ -182,7 +183,7 @@ def dtype_named(name: str) -> torch.dtype:
     """Return the torch dtype with this name, the inverse of `dtype_name`.
 
     Raises:
-        CorruptCheckpoint: If the name is not that of a floating-point dtype.
+        CorruptCheckpoint: If the name does not belong to a floating-point dtype.
     """
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:

@@ -13,7 +13,7 @@ Invariants
 - The manifest has a checksum of its own content, because the trainer's counters and the position in
   the trajectory store are loaded from it. It is stored twice: a damaged or lost manifest is read
   from its copy.
-- No damaged manifest is ignored silently. If a damaged manifest could be that of the newest
+- No damaged manifest is ignored silently. If a damaged manifest could belong to the newest
   checkpoint, an error names it, because a run that continued from an earlier checkpoint would train
   on the same trajectories again.
 - For a checkpoint whose format has another version, an error names it; it is never ignored as
@@ -199,10 +199,11 @@ def file_in(folder: Path, name: str) -> Path:
     safe to open.
 
     The name comes from the checkpoint, which anyone may have made. A name could lead out of the
-    folder, or be that of a pipe, where opening would wait forever.
+    folder, or belong to a pipe, where opening would wait forever.
 
     Raises:
-        CorruptCheckpoint: If the name leads out of the folder, or is not that of a regular file.
+        CorruptCheckpoint: If the name leads out of the folder, or does not belong to a regular
+        file.
         OSError: If the file does not exist or is inaccessible.
     """
     relative = PurePosixPath(name)

@@ -1,5 +1,4 @@
-"""Reads and writes the states of a rank's random generators: those of Python, NumPy, torch and
-Megatron.
+"""Reads and writes the states of a rank's random generators of Python, NumPy, torch and Megatron.
 
 Each rank has a separate file, which is useful only if the model is divided over ranks in the same
 way as at the save.

@@ -23,5 +23,5 @@
 - simulate: `simulate` predicts the speed of a run, `plan` searches for a good layout and schedule,
   and `fit-lengths` fits distributions to recorded response lengths.
 - doctor: prints what is installed and what a run will use.
-- machine_checks: the checks of the machine that `doctor` prints, such as that of the driver.
+- machine_checks: the checks of the machine that `doctor` prints, such as the check of the driver.
 """

@@ -38,7 +38,7 @@ def eval_command(
 
     Args:
         config_file: YAML file with the settings.
-        overrides: Settings that replace those of the file.
+        overrides: Settings that replace settings of the file.
         models: Checkpoints to evaluate; empty for `model.path`.
         samples: New file for the responses; None to save none.
 

@@ -38,7 +38,7 @@ def gateway_command(
 
     Args:
         config_file: YAML file with the settings.
-        overrides: Settings that replace those of the file.
+        overrides: Settings that replace settings of the file.
         model: Model to serve; None for `model.path`.
         port: Port to listen on; 0 for any free port.
 

@@ -188,7 +188,7 @@ def launch_run(
     Args:
         config_file: YAML file of a new run; None with `resume`.
         resume: Run directory to resume; None for a new run.
-        overrides: Settings that replace those of the file or run.
+        overrides: Settings that replace settings of the file or run.
         cluster: Nodes and Slurm options.
         slurm: Whether to submit a job instead of printing commands.
         dry_run: Whether to only show what would be done.

@@ -79,7 +79,7 @@ def train(
         config: Settings, or the path of a YAML file with them.
         reward: A function or class of a module or script (not of a notebook cell), or its import
             path.
-        **settings: Settings that replace those of `config`. A setting in a section is given as a
+        **settings: Settings that replace settings of `config`. A setting in a section is given as a
             mapping or by its dotted name: `steps=20, model={"path": ...}` or `**{"model.path":
             ...}`.
 

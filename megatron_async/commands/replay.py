@@ -99,8 +99,8 @@ class Timeline:
 
 
 def records_of(run_directory: Path, lineage: int | None) -> list[Path]:
-    """Return the record files of a run, oldest lineage first; with `lineage`, only those of that
-    lineage.
+    """Return the record files of a run, oldest lineage first; with `lineage`, only the files of
+    that lineage.
 
     Raises:
         UserError: There are no records.

@@ -24,7 +24,7 @@ def reward_command(config_file: Path, overrides: Sequence[str], responses: Path)
 
     Args:
         config_file: YAML file with the reward's settings.
-        overrides: Settings that replace those of the file.
+        overrides: Settings that replace settings of the file.
         responses: File whose rows each contain a problem, or the index of one of the task, and one
             or more responses to it.
 

@@ -28,7 +28,7 @@ def score_command(
 
     Args:
         config_file: YAML file with the settings.
-        overrides: Settings that replace those of the file.
+        overrides: Settings that replace settings of the file.
         data: JSON Lines or Parquet file whose rows are sequences, with the columns `input_ids` and
             `loss_mask`.
         out: New safetensors file.

@@ -31,7 +31,7 @@ def sft_command(
 
     Args:
         config_file: YAML file with the settings.
-        overrides: Settings that replace those of the file.
+        overrides: Settings that replace settings of the file.
         out: Directory for the exported model; None for the run directory.
         session: Session that connects several nodes; None on one machine.
         index: Index of this node in the session.

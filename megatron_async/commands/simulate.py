@@ -126,7 +126,7 @@ def plan_command(
 
     Args:
         config: File with the settings.
-        overrides: Settings that replace those of the file.
+        overrides: Settings that replace settings of the file.
         presets: Names of the schedule presets to consider, separated by commas; empty for that of
             the file, or for all if it names none.
         top: Number of plans to simulate and print; of each schedule and placement at least one is.

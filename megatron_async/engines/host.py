@@ -38,8 +38,8 @@ _START_MARGIN_SECONDS = 60.0
 class EngineHost:
     """Starts, watches and stops the server of one engine, on the same node.
 
-    The methods `update`, `abort` and `report` are those of the `StreamRelay` that reads the
-    server's token streams; see there.
+    The methods `update`, `abort` and `report` call the methods of `StreamRelay` that have the same
+    names. The relay reads the server's token streams.
     """
 
     def __init__(

@@ -119,7 +119,7 @@ class AgentCalls:
         """Wait for the program's next call that has no stored response; return None once the
         program ends.
 
-        A stored response is that of an equal call in an earlier attempt of the episode.
+        A stored response belongs to an equal call in an earlier attempt of the episode.
 
         Raises:
             TimeoutError: For `seconds`, the program neither made a call (one with a stored response

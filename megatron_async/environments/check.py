@@ -1,7 +1,7 @@
 """Plays a trial episode with made-up responses before a run starts.
 
-The episode runs in a worker process like those of the run. Errors of the user's environment or
-agent are thereby found before GPUs are used.
+The episode runs in a worker process, as the episodes of a run do. Errors of the user's environment
+or agent are thereby found before GPUs are used.
 """
 
 import shutil

@@ -62,7 +62,7 @@ class EpisodeStart:
 
     Attributes:
         messages: First messages of the episode, from the environment's `reset` or the task's row;
-            for an agent, those of its first call.
+            for an agent, the messages of its first call.
         token_ids: Tokens of the messages, up to where the first response starts.
         state: Data for restoring the episode: a snapshot of the environment, or options of the
             agent's call. None if the environment makes no snapshots.

@@ -107,7 +107,7 @@ def disk_failure(error: BaseException) -> CannotWrite | None:
     """Return a CannotWrite that explains a disk-related OSError; None for any other error.
 
     Code that writes to a known path uses `writing`. This function is for errors of other code, such
-    as that of libraries, which would reach the user without an explanation.
+    as the code of libraries, which would reach the user without an explanation.
     """
     if not isinstance(error, OSError) or error.errno not in _REMEDIES:
         return None

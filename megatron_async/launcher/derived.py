@@ -369,7 +369,8 @@ def _engine_weights(config: RunConfig, shape: ModelShape) -> float:
 
 
 def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> list[str]:
-    """Return two lines: the estimated memory of a trainer GPU and that of an engine GPU."""
+    """Return two lines: the estimated memory of a trainer GPU and the estimated memory of an engine
+    GPU."""
     simulation, weights = modeled(config, machine), _engine_weights(config, shape)
     trainer, share = memory_of_trainer(simulation, shape), simulation.simulate.engine_memory_share
     update = _update_bytes(config)

@@ -10,7 +10,7 @@ The estimates have three uses:
 
 After the stop signal, the run ends its current step and then saves a checkpoint. If a checkpoint
 was being written at the signal, the last one is written after it. So a stop takes at most the time
-of a step or of a save, whichever is longer, plus that of another save.
+of a step or of a save, whichever is longer, plus the time of another save.
 
 Invariants
 - Rates are settings of the run (`checkpoint.write_gb_per_s`) or assumptions of the simulator;

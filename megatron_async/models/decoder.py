@@ -1,5 +1,5 @@
-"""Provides the shard rules that decoder families share: those of embedding, attention, feed-forward
-and head. A shard rule says from which Hugging Face tensors a Megatron parameter is made, and how
+"""Provides the shard rules that decoder families share, for embedding, attention, feed-forward and
+head. A shard rule says from which Hugging Face tensors a Megatron parameter is made, and how
 tensor-parallel ranks divide it.
 
 A family combines these rules and passes the names that differ between families. Each parameter is

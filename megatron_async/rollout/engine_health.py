@@ -241,8 +241,8 @@ class PromptFailures:
             self._failures.pop(trajectory_id, None)
 
     def engine_died(self, began: set[int], tokens: int) -> set[int]:
-        """Count the death of an engine against the groups `began`; return those of them that are
-        now at fault for the deaths of engines.
+        """Count the death of an engine against the groups `began`; return the groups of `began`
+        that are now at fault for the deaths of engines.
 
         A group is at fault once `FAILURES_OF_ONE` engines in a row have died before they made a
         token for it. Nothing is counted if the run has made no token at all since the last death:

@@ -198,8 +198,8 @@ class Lifecycle:
             self._queue(entry)
 
     def _oldest_known(self, entry: TrajectoryEntry, version: int, out: Actions) -> None:
-        """Set the policy number of the oldest token of `entry` to `version`. At its submission, the
-        number was assumed to be that of the engine."""
+        """Set the policy number of the oldest token of `entry` to `version`. At the submission of
+        `entry`, the version of the engine was assumed."""
         if entry.oldest == version:
             return
         entry.oldest = version

@@ -1,8 +1,8 @@
 """Provides pools of scorer workers, whose number follows the length of the queue.
 
 A worker starts and calls one scorer process, which runs the reward functions. The workers of a
-`LocalScorerPool` are objects of this process; those of a `RemoteScorerPool` are in processes that a
-backend starts.
+`LocalScorerPool` are objects of this process. The workers of a `RemoteScorerPool` are in processes
+that a backend starts.
 
 Invariants
 - A worker gets as many jobs at once as it can be expected to finish in `_BATCH_SECONDS`, or one job

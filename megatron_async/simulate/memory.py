@@ -5,8 +5,8 @@ With mixed precision, fp32 main gradients and an optimizer that is distributed o
 ranks, the state takes 2 + 4 + 12 / DP bytes per parameter (Megatron-core; Rajbhandari et al., arXiv
 1910.02054). Activations are counted in the module `recomputation`. The optimizer step takes memory
 too, because on a GPU torch's Adam computes the square roots of all second moments of a parameter
-group at once (`torch.optim.adam`, `_multi_tensor_adam`). The Adam of Apex and that of Transformer
-Engine would not need it, because each is a single kernel.
+group at once (`torch.optim.adam`, `_multi_tensor_adam`). Apex's Adam and Transformer Engine's Adam
+would not need it, because each is a single kernel.
 
 tests/config/test_stage_memory.py compares the estimated state and peak with the memory that the
 trainer's code allocates.

@@ -365,7 +365,7 @@ def ranked(tried: Sequence[Candidate]) -> list[Candidate]:
 
 def _gpus(settings: Mapping[str, Any], config: SimulationConfig) -> int:
     """Return the number of GPUs to plan for: `simulate.gpus` if set, otherwise the number that the
-    layout in the file uses, or those of one node if the file sets no layout."""
+    layout in the file uses, or the number of one node if the file sets no layout."""
     if config.simulate.gpus is not None:
         return config.simulate.gpus
     layout = {**settings.get("parallel", {}), **settings.get("engines", {})}

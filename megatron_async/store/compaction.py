@@ -17,9 +17,9 @@ Invariants
   jobs of a few milliseconds each (`apply_removal`, `delete_chunks_or_turns`, `vacuum_pages`).
 - A group is never removed partially: the rows of the group and of its trajectories are deleted in
   one transaction, which also records the length of the export file. Chunks and turns are deleted
-  after that, a limited number at a time. A crash may leave some of them without a trajectory. They
-  can never be taken for those of another trajectory, since ids are never used twice, and the next
-  compaction deletes them.
+  after that, a limited number at a time. A crash may leave some of them without a trajectory.
+  Chunks and turns can never be assigned to another trajectory, since ids are never used twice, and
+  the next compaction deletes them.
 - Only one compaction runs at a time. If it fails, the next call of `finish` raises its error.
   `finish` is always called before the next compaction starts and before the store is closed.
 - Every wait for the disk or for another thread that uses files has a time limit, so `finish`

@@ -220,7 +220,7 @@ def _read_checked(
 ) -> tuple[StoreState | None, str | None]:
     """Load `file` with `read`; return (state, None), or (None, description of the damage).
 
-    An error that is not damage, such as that of a locked file, is raised.
+    An error that is not damage, such as the error of a locked file, is raised.
     """
     try:
         return read(file), None

@@ -1,7 +1,7 @@
 """Provides problems that are generated on demand, and their scorer.
 
-The problems are this project's own sums (`chain_sum.py`) or those of a task of reasoning-gym, which
-is an optional package (`reasoning_gym.py`).
+The problems are this project's own sums (`chain_sum.py`) or the problems of a task of
+reasoning-gym, which is an optional package (`reasoning_gym.py`).
 
 Invariants
 - A problem depends only on the task's arguments, the seed and the problem's index. Problems are

@@ -250,8 +250,8 @@ class TextTask:
         """Return the keys of all questions that a conversation asks (see `asked_keys`).
 
         With `task.kind: seeds`, all conversations may start with the same message, which therefore
-        identifies no problem. The only key is then that of the row's seed; a row without a seed has
-        none.
+        identifies no problem. The only key is then the key of the row's seed; a row without a seed
+        has none.
         """
         if self._config.kind == "seeds":
             return {seed_problem(row["seed"]).key} if "seed" in row else set()

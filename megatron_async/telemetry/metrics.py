@@ -162,7 +162,7 @@ def sampling_name(temperature: float) -> str:
 
 
 def read_all_metrics(path: Path, *, kind: str = "train") -> list[dict[str, Any]]:
-    """Return all lines of one kind in a metrics file in the order of the file, including those of
+    """Return all lines of one kind in a metrics file in the order of the file, including lines of
     steps that a resume has abandoned.
 
     Damaged lines are left out.
@@ -178,7 +178,7 @@ def read_all_metrics(path: Path, *, kind: str = "train") -> list[dict[str, Any]]
 
 
 def read_metrics(path: Path, *, kind: str = "train") -> list[dict[str, float]]:
-    """Return the lines of one kind in a metrics file, ordered by step, without those of steps that
+    """Return the lines of one kind in a metrics file, ordered by step, without lines of steps that
     a resume has abandoned.
 
     Damaged lines are left out.

@@ -137,7 +137,7 @@ class RolloutLink(ABC):
         )
 
     def evaluate(self, number: int) -> tuple[Evaluation, ...]:
-        """Evaluate the published version `number`; return its results, after those of earlier
+        """Evaluate the published version `number`; return its results, after the results of earlier
         evaluations that have finished meanwhile.
 
         Raises:

@@ -5,7 +5,7 @@
 Megatron's.
 
 Invariants
-- Results and gradients equal those of a separate product for each expert.
+- Results and gradients are the same as with a separate product for each expert.
 - An expert without tokens has a zero gradient, also if no expert of the rank has tokens. Such
   gradients are zeroed here, because torch leaves them unwritten, or writes garbage on some GPUs
   (pytorch#172439).

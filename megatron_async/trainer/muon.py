@@ -2,8 +2,8 @@
 
 Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) updates a matrix by its momentum after
 orthogonalizing it, which makes all singular values about 1. The update is scaled so that the root
-mean square of its elements is about that of an Adam update (Liu et al. 2025, arXiv 2502.16982,
-section 2.2). Therefore one learning rate and one weight decay suit both optimizers.
+mean square of its elements is about as large as in an Adam update (Liu et al. 2025, arXiv
+2502.16982, section 2.2). Therefore one learning rate and one weight decay suit both optimizers.
 
 Invariants
 - Tensor parallelism changes nothing: the shards of a matrix are gathered, and the whole matrix is

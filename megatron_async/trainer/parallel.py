@@ -8,7 +8,7 @@ Invariants
 - Experts are not split over tensor ranks (expert tensor parallel size 1). Expert parallelism
   spreads whole experts over the tensor and data ranks of a stage.
 - All ranks of one pipeline stage have the same seeds. Only in Megatron's RNG tracker, the state of
-  tensor parallelism differs by tensor rank, and that of expert parallelism by expert rank, as
+  tensor parallelism differs by tensor rank, and the state of expert parallelism by expert rank, as
   Megatron requires.
 """
 

@@ -208,11 +208,12 @@ def _returns(
 ) -> tuple[list[float | None], list[np.float32]]:
     """Compute, for each sequence, its trajectory's first return; and the return of each segment.
 
-    The return of a turn is the discounted sum of the rewards from this turn on. The first return is
-    that of the first turn or, without turns, the trajectory's reward. A trained segment has the
-    return of its turn, and other segments have 0. The returns of segments are rounded to float32.
-    `pack_groups` rounds the first returns, which become the rewards of the batch, to float32 too.
-    So a trained token of a first turn has exactly the return that is its sequence's reward.
+    The return of a turn is the discounted sum of the rewards from this turn on. The first return
+    belongs to the first turn. Without turns, it is the trajectory's reward. A trained segment has
+    the return of its turn, and other segments have 0. The returns of segments are rounded to
+    float32. `pack_groups` rounds the first returns, which become the rewards of the batch, to
+    float32 too. So a trained token of a first turn has exactly the return that is its sequence's
+    reward.
     """
     rewards: list[float | None] = []
     of_runs: list[np.float32] = []

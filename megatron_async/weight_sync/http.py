@@ -48,7 +48,7 @@ class EngineCallError(ComponentFailure):
 
     Attributes:
         engine_ids: The engines whose calls have failed.
-        status: HTTP status of the reply, if the error is that of a single call with a reply;
+        status: HTTP status of the reply, if the error belongs to a single call with a reply;
             otherwise None.
     """
 

@@ -1,6 +1,6 @@
 """Converts weights to fp8 for engines with `engines.quantization: fp8`.
 
-The format is that of DeepSeek-V3, which SGLang reads: a matrix of fp8 numbers (float8_e4m3fn), and
+The format comes from DeepSeek-V3, and SGLang reads it: a matrix of fp8 numbers (float8_e4m3fn), and
 a second tensor `weight_scale_inv` in float32 with one scale for each block of 128 x 128 numbers. A
 weight equals its fp8 number times the scale of its block. Only linear layers are quantized.
 Embedding, head, norms, biases and routers keep their precision.

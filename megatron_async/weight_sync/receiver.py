@@ -71,8 +71,8 @@ class WeightReceiver:
         Raises:
             FullVersionNeeded: If `full` is false and the version cannot be computed from
                 differences.
-            ComponentFailure: If the published files are missing, damaged or those of another
-                version, or the weights cannot be written.
+            ComponentFailure: If the published files are missing, damaged or from another version,
+                or the weights cannot be written.
         """
         source = directory / (version if full else version + DELTA_SUFFIX)
         try:

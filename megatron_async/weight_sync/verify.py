@@ -1,5 +1,5 @@
-"""Checks that engines have the weights that the trainer sent, and that the log-probs that they
-report are those of the tokens that they sample.
+"""Checks that engines have the weights that the trainer sent, and that the reported log-probs
+belong to the sampled tokens.
 
 The checks use only data that engines have reported, and do no I/O. They are needed for three
 reasons. SGLang accepts and ignores a tensor with an unknown name. Its checksums are computed over

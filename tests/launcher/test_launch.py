@@ -25,6 +25,14 @@ from tests.checkpoint.test_manifest import write
 from tests.hf_models import save_hf_model
 
 GPUS = Cluster(gpus_per_node=8, engine_nodes=None, time_limit="02:00:00")
+COLOCATED = [
+    "engines.placement=colocated",
+    "weights.transport=tensor",
+    "schedule.preset=sync",
+    "parallel.nodes=1",
+    "parallel.ranks=8",
+    "engines.count=2",
+]
 
 
 @pytest.fixture
@@ -219,14 +227,7 @@ def test_launch_resumes_on_several_nodes_a_run_of_one_machine(
         (["parallel.tensor=16"], GPUS, r"parallel\.tensor is 16, which does not divide"),
         (["weights.transport=tensor"], GPUS, r"weights\.transport is tensor, .* separate nodes"),
         (
-            [
-                "engines.placement=colocated",
-                "weights.transport=tensor",
-                "schedule.preset=sync",
-                "parallel.nodes=1",
-                "parallel.ranks=8",
-                "engines.count=2",
-            ],
+            COLOCATED,
             GPUS,
             r"engines\.placement is colocated, but launch gives engines separate nodes",
         ),
@@ -251,22 +252,14 @@ def test_dry_run_shows_the_trainer_ranks_of_each_colocated_engine(
 ) -> None:
     """`launch` starts engines on separate nodes only, but a colocated run of one node needs no
     launch."""
-    overrides = [
-        "engines.placement=colocated",
-        "weights.transport=tensor",
-        "schedule.preset=sync",
-        "parallel.nodes=1",
-        "parallel.ranks=8",
-        "engines.count=2",
-    ]
-    text = launch_run(settings, None, overrides, GPUS, slurm=True, dry_run=True)
+    text = launch_run(settings, None, COLOCATED, GPUS, slurm=True, dry_run=True)
     command = text.splitlines()[0]
     assert command.startswith("srun --nodes=1 --ntasks=1")
     assert f"megatron-async train --config {settings} engines.placement=colocated" in command
     assert "2 of TP 4, colocated on the GPUs of trainer ranks 0+1+2+3, 4+5+6+7;" in text
     assert "memory of a trainer GPU" in text
     with pytest.raises(UserError) as refused:
-        launch_run(settings, None, overrides, GPUS, slurm=True, dry_run=False)
+        launch_run(settings, None, COLOCATED, GPUS, slurm=True, dry_run=False)
     assert f"under Slurm by `{command}`" in str(refused.value), (
         "the error must show the command to use instead"
     )

@@ -2,9 +2,9 @@
 
 With `kv: keep` a weight update does not flush the KV cache, so that running requests can keep
 theirs. SGLang would then reuse, for a *new* request, the KV that older weights have computed for
-the same prompt. The request's log-probs would differ by nats from those of the version with which
-its tokens are labeled. SGLang reuses KV only between requests with the same `cache_salt`, so the
-salt is set to the version of the weights.
+the same prompt. The request's log-probs would differ by nats from the log-probs of the version with
+which its tokens are labeled. SGLang reuses KV only between requests with the same `cache_salt`, so
+the salt is set to the version of the weights.
 
 The scheduler sets the salt, not the client. A request may wait in the engine's queue after it was
 sent and before its prefix is looked up, and the weights may change in the meantime.

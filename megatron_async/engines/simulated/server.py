@@ -3,9 +3,9 @@
     python -m megatron_async.engines.simulated.server --model-path DIR --port P --settings JSON ...
 
 It implements the endpoints that `sglang/client.py` and the weight transports call, so that a whole
-process tree (manager, hosts, HTTP, torchrun) starts, dies and restarts in seconds. The tokens are
-those of `SimulatedEngine`. They depend only on the prompt and the settings, so a test can see in
-the tokens whether any were lost, duplicated or mixed up.
+process tree (manager, hosts, HTTP, torchrun) starts, dies and restarts in seconds.
+`SimulatedEngine` makes the tokens. They depend only on the prompt and the settings, so a test can
+see in the tokens whether any were lost, duplicated or mixed up.
 
 Invariants
 - Neither torch nor SGLang is imported, so a start takes as long as importing aiohttp.

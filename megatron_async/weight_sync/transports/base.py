@@ -332,8 +332,8 @@ def with_next(buckets: Iterator[Bucket]) -> Iterator[tuple[Bucket, Bucket | None
 
 
 def combined(reports: Sequence[TransferReport]) -> TransferReport:
-    """Return one report for the senders of all pipeline stages: `seconds` is that of the slowest
-    sender, and all other numbers are sums."""
+    """Return one report for the senders of all pipeline stages: `seconds` is the time of the
+    slowest sender, and all other numbers are sums."""
     total = TransferReport(reports[0].version, seconds=max(r.seconds for r in reports))
     for report in reports:
         total.buckets += report.buckets
