@@ -289,7 +289,7 @@ def _content(*files: Path) -> dict[Path, str | None]:
 def _withdraw(
     directory: RunDirectory, files: Mapping[Path, str | None], back: Rollback | None
 ) -> None:
-    """Undo what was prepared for a resume: give checkpoints their old names and files their former
+    """Undo the preparation of a resume: give checkpoints their old names and files their former
     text.
 
     Args:

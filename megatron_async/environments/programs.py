@@ -157,7 +157,7 @@ def _command(settings: AgentConfig, memory_mib: int) -> Program:
 async def _communicate(
     process: asyncio.subprocess.Process, row: bytes, where: str
 ) -> tuple[bytes, bytes]:
-    """Send `row` to a command's standard input, wait for its end, and return what it printed.
+    """Send `row` to a command's standard input, wait for its end, and return its output.
 
     Returns:
         The newest `_MAX_OUTPUT` bytes of the command's standard output and of its standard error.

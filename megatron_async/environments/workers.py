@@ -1,7 +1,7 @@
 """Starts the worker processes of environments and agents, and calls them for episodes.
 
-The rollout manager and evaluations use this module; `worker.py` and `agents.py` have what runs in
-the processes.
+The rollout manager and evaluations use this module; `worker.py` and `agents.py` have the code that
+runs in the processes.
 
 Invariants
 - An episode belongs to one worker, chosen by its number. A worker that dies is started again, and

@@ -315,7 +315,7 @@ def event_timeline(run: RunData) -> Figure | None:
 
 
 def episode_endings(run: RunData) -> Figure | None:
-    """Draw the number of episodes by their number of turns and by what ended them."""
+    """Draw the number of episodes by their number of turns and by the reason for their end."""
     figure = go.Figure()
     hows = sorted({ending for ending, _ in run.episode_endings})
     for how, color in zip(hows, itertools.cycle(COLORS), strict=False):

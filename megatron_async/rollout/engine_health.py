@@ -1,8 +1,8 @@
 """Provides the rules for whether a failure counts against an engine, a request or a prompt.
 
-The module does no I/O and reads no clock. Each call passes what was observed and, where time
-matters, the time in seconds, which never runs backward. docs/failures.md, "When an engine is taken
-out of service", has the same rules as a table.
+The module does no I/O and reads no clock. Each call passes an observation and, where time matters,
+the time in seconds, which never runs backward. docs/failures.md, "When an engine is taken out of
+service", has the same rules as a table.
 
 Invariants
 - If requests of `FAILED_PROMPTS_IN_ROW` different prompts fail on one engine and the engine makes

@@ -3,8 +3,8 @@ checksum that other engines have, and log-probs close to the trainer's. The modu
 `weight_sync.verify` has the rules for these comparisons.
 
 There are two steps, because the trainer computes between them: `check_checksums` and
-`sample_tokens` call the engines, and `check_ratios` compares what the engines sampled with the
-trainer's log-probs.
+`sample_tokens` call the engines, and `check_ratios` compares the engines' log-probs of the sampled
+tokens with the trainer's.
 
 Invariants
 - The checks do not change an engine or take it out of service. Each check returns which engines

@@ -19,7 +19,7 @@ Invariants
 - While the engine prefills, it does not decode. If a running request of the same group has the
   prompt in the cache, the prompt is neither prefilled nor counted again. The exception is a prompt
   that older weights have computed: after a weight update that keeps the cache, new requests do not
-  use what was computed before the update.
+  reuse KV that was computed before the update.
 - A token belongs to the version that the engine served when its decode step ended.
 - The context of an episode's turn stays in the cache until the weights change or running requests
   need the space; the least recently used context is evicted first. The next turn prefills only

@@ -45,7 +45,7 @@ class StoreState:
         lineage: Number of the current lineage.
         tree: All lineages.
         counters: Counters of used ids and read prompts.
-        exported: Totals of what compaction has removed.
+        exported: Totals of the trajectories that compaction has removed.
         position: Number of transactions ever committed when the store was opened; the writer
             continues counting from there.
         batches: Batches of all lineages by key. Batches that compaction has emptied may be missing,

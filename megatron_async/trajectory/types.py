@@ -289,7 +289,8 @@ class Trajectory:
         Returns:
             Two lists of token id arrays. The first list is the context of the response: the prompt
             and, for episodes, the newest turn's branch up to the end of the environment's input in
-            that turn. The second list is what the policy has generated so far after this context.
+            that turn. The second list has the tokens that the policy has generated so far after
+            this context.
         """
         prompt, answer = [self.prompt.token_ids], list(self.segments)
         if self.turns:

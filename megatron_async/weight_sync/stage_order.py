@@ -37,8 +37,8 @@ class EarlierStageFailed(ComponentFailure):
 
 @dataclass(frozen=True)
 class StageToken:
-    """Report that a pipeline stage passes on to the next stage: what it and the stages before it
-    have sent in an update.
+    """Report about the tensors and files that a pipeline stage and all stages before it have sent
+    in an update; the stage passes it on to the next stage.
 
     Attributes:
         names: Names of the tensors that these stages have sent.
@@ -64,7 +64,7 @@ class StageOrder:
 
     def take(self) -> StageToken:
         """Wait until the previous stage has sent and passes its token on; return the token, which
-        reports what all earlier stages have sent.
+        lists the tensors and files that all earlier stages have sent.
 
         Raises:
             EarlierStageFailed: If an earlier stage has failed.

@@ -14,5 +14,5 @@
 - receiver: an HTTP endpoint that builds the complete weights of a published version on the
   engine's machine, from its differences to the previous version or from a whole copy.
 - models: SGLang's classes for the supported model families, found without importing all others.
-- cpu, attention, sampling: what SGLang needs to run on a CPU without `sgl-kernel`.
+- cpu, attention, sampling: replacements that SGLang needs to run on a CPU without `sgl-kernel`.
 """

@@ -9,7 +9,8 @@ Invariants
   service, is repeated with growing pauses, within the time limit of the score. After the last try,
   the service counts as unavailable. So does, without another try, a service whose reply has any
   other error status, is too large or is not JSON. This is not the response's fault, so the setting
-  `task.on_scorer_timeout` decides what becomes of the trajectory.
+  `task.on_scorer_timeout` decides whether the trajectory gets the score 0, is generated again, or
+  is dropped.
 - A redirect after which the request would be sent without its body counts as a failure, because the
   reply would not be a score of the response.
 - The address is used exactly as the setting gives it. The proxy variables of the environment are

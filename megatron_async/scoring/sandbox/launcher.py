@@ -1,4 +1,5 @@
-"""Launcher program: runs one program of a response in a sandbox, and kills what it leaves running.
+"""Launcher program: runs one program of a response in a sandbox, and kills the processes that it
+leaves running.
 
 A scorer process starts this file by its path, with an interpreter that has only the standard
 library:
