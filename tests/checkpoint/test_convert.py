@@ -380,16 +380,19 @@ def test_conversion_memory_stays_about_twice_the_largest_file(tmp_path: Path) ->
     whole = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     assert whole > 4 * largest
     # One process runs both conversions, so that memory left by the first counts for the second.
+    # The fixed threshold makes the C library return each freed tensor to the system at once. With
+    # the default, freed tensors stay in fragmented heaps, and the peak varies by 0.3 files.
     done = subprocess.run(
         [sys.executable, "-c", _PEAK, *(str(p) for p in (source, tmp_path / "m", tmp_path / "b"))],
         capture_output=True,
         text=True,
         timeout=240,
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)},
     )
     assert done.returncode == 0, done.stderr
     peaks = [int(word) * 1024 for word in done.stdout.split()[-2:]]
     for direction, grown in zip(("to Megatron", "to Hugging Face"), peaks, strict=True):
-        assert grown <= 2.2 * FILE_BYTES, f"{direction}: {grown / 1e6:.0f} MB, files of 200 MB"
+        assert grown <= 2.0 * FILE_BYTES, f"{direction}: {grown / 1e6:.0f} MB, files of 200 MB"
 
 
 @pytest.mark.slow
