@@ -442,8 +442,10 @@ async def test_request_is_cut_off_and_its_engine_kept_when_an_abort_is_ignored(
 async def test_abort_waits_for_late_ends_while_some_requests_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a busy machine the ends arrive one by one, after the tokens before them."""
-    monkeypatch.setattr("megatron_async.rollout.generation._ABORT_WAIT_SECONDS", 0.05)
+    """On a busy machine the ends arrive one by one, after the tokens before them. Three tries take
+    0.9 s: less than all ends together (1.2 s), and six times the time between two ends, so that a
+    slow test machine does not make a try look like one without an end."""
+    monkeypatch.setattr("megatron_async.rollout.generation._ABORT_WAIT_SECONDS", 0.3)
     monkeypatch.setattr("megatron_async.rollout.generation._ABORT_TRIES", 3)
 
     class Busy(Quiet):
@@ -454,7 +456,7 @@ async def test_abort_waits_for_late_ends_while_some_requests_end(
             while not self.aborts:
                 await asyncio.sleep(0.001)
             self.ends += 1
-            await asyncio.sleep(0.06 * self.ends)
+            await asyncio.sleep(0.15 * self.ends)
             yield chunk(8, end="abort")
 
     bench = Bench.of(tmp_path, config_of())
