@@ -124,7 +124,7 @@ class TensorTally:
 
         Raises:
             CorruptCheckpoint: If the number of counted elements differs from the size of the whole
-            tensor.
+                tensor.
         """
         if self.elements != prod(self.shape):
             raise CorruptCheckpoint(

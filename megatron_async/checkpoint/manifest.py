@@ -203,7 +203,7 @@ def file_in(folder: Path, name: str) -> Path:
 
     Raises:
         CorruptCheckpoint: If the name leads out of the folder, or does not belong to a regular
-        file.
+            file.
         OSError: If the file does not exist or is inaccessible.
     """
     relative = PurePosixPath(name)
