@@ -161,10 +161,10 @@ def count_batches(module: ModuleType) -> None:
     link_class = module.RemoteLink
     next_batch = link_class.next_batch
 
-    def counted_batch(link: Any) -> TokenBatch | None:
-        batch: TokenBatch | None = next_batch(link)
-        if batch is None:
-            return None
+    def counted_batch(link: Any) -> Any:
+        batch = next_batch(link)
+        if not isinstance(batch, TokenBatch):
+            return batch
         counters = of_this_process("trainer")
         counters["tokens"] += batch.num_tokens - float(batch.prompt_lengths_S.sum())
         counters.happened()

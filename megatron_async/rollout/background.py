@@ -9,10 +9,12 @@ Invariants
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_async.errors import ComponentFailure
 from megatron_async.files.disk import disk_failure
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ class BackgroundTasks:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start `work` as a background task of the event loop and return the task.
 
         `cancel` cancels the task. An exception in it ends the run.

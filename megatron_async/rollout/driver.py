@@ -28,6 +28,7 @@ from megatron_async.rollout.admission import Admission
 from megatron_async.rollout.background import BackgroundTasks
 from megatron_async.rollout.episodes import Episodes
 from megatron_async.rollout.generation import Generation
+from megatron_async.rollout.messages import TrainerTask
 from megatron_async.rollout.monitor import EngineMonitor
 from megatron_async.rollout.prompts import TaskPrompts
 from megatron_async.rollout.scoring import Scoring, reward_means
@@ -240,21 +241,32 @@ class RolloutDriver:
 
     # ------------------------------------------------------------ calls by the trainer
 
-    async def next_batch(self, timeout: float) -> TokenBatch | None:
-        """Wait for the next batch and return it, or return None if stale engines need weights
-        first.
+    async def next_batch(
+        self, timeout: float, sampling: asyncio.Task[Any] | None = None
+    ) -> TokenBatch | TrainerTask:
+        """Wait for the next batch and return it, or return what the trainer must do first.
+
+        While engines sample tokens for a verification, stale engines do not end the wait, because
+        some of them may be engines that have just received the current weights.
 
         Args:
             timeout: Longest wait in seconds.
+            sampling: Task that samples tokens for a verification that the trainer has not completed
+                yet; None if there is none. If it ends before a batch is ready, the trainer must
+                verify first.
 
         Raises:
             ComponentFailure: The rollout side has failed, or no batch came in time.
         """
+        task = TrainerTask.SEND_WEIGHTS if sampling is None else TrainerTask.VERIFY
+        if sampling is not None and sampling.done():
+            return task
+        interrupt = self._stale.wait() if sampling is None else _ended(sampling)
         batch = await self.background.wait_for(
-            self._batches.get(), timeout, "a batch", other=self._stale.wait()
+            self._batches.get(), timeout, "a batch", other=interrupt
         )
         if not isinstance(batch, TokenBatch):
-            return None
+            return task
         self._feed(ev.BatchTaken(batch.step, time.monotonic()))
         return batch
 
@@ -526,3 +538,8 @@ class RolloutDriver:
             f"{len(self._tracked_engines)} engines are serving, {len(self._generation)} requests "
             f"are running, the current version is {self._version}"
         )
+
+
+async def _ended(task: asyncio.Task[Any]) -> None:
+    """Wait until `task` has ended, whatever its result."""
+    await asyncio.wait([task])

@@ -486,9 +486,9 @@ class Evaluations:
             loaded: Whether any engine has loaded `version`.
         """
         self._engines.release()
-        if not loaded or version == self._last_version or not self._due(version.number):
+        if not loaded or not self._due(version):
             return False
-        if self._config.evaluates_blocking or version.number in (0, self._config.steps):
+        if self.blocks(version):
             return True
         if self._concurrent is not None and not self._concurrent.done():
             self._driver.statistics.warned(
@@ -501,10 +501,19 @@ class Evaluations:
         self._concurrent = self._driver.background.spawn(self._evaluate_concurrently(version))
         return False
 
-    def _due(self, number: int) -> bool:
+    def blocks(self, version: PolicyVersion) -> bool:
+        """Return whether an evaluation of `version` is due for which the trainer must wait."""
+        blocking = self._config.evaluates_blocking or self._at_an_end(version.number)
+        return blocking and self._due(version)
+
+    def _due(self, version: PolicyVersion) -> bool:
+        if version == self._last_version or not self._config.eval_sets():
+            return False
         every = self._config.eval.every_steps
-        at_an_end = number in (0, self._config.steps)
-        return bool(self._config.eval_sets()) and (at_an_end or (every > 0 and number % every == 0))
+        return self._at_an_end(version.number) or (every > 0 and version.number % every == 0)
+
+    def _at_an_end(self, number: int) -> bool:
+        return number in (0, self._config.steps)
 
     def take(self) -> tuple[Evaluation, ...]:
         """Return the evaluations that have finished since the last call."""

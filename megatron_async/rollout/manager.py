@@ -3,12 +3,14 @@ run.
 
 The manager is a plain class, owned by a separate process (`manager_host.py`) or by a test. The
 trainer makes its calls in a fixed order. It calls `attach` once. Then it repeats these calls:
-`next_batch`, which returns a batch, or None if stale engines need weights; `begin_update`; then the
-trainer transfers the weights itself; `end_update`, which returns tokens that the engines sampled
-with the new weights; `verify_update` with the trainer's log-probs of these tokens; and `evaluate`
-if the result of `verify_update` says that an evaluation is due. Every call carries the lineage of
-its trainer. A lineage is a number that each session of a run gets when it starts or resumes; a
-later session has a larger number.
+`next_batch`, which returns a batch or what the trainer must do first; `begin_update`; then the
+trainer transfers the weights itself; `end_update`, after which the engines generate and sample
+tokens for the verification; `verification_samples`, which returns these tokens; `verify_update`
+with the trainer's log-probs of them; and `evaluate` if the result of `verify_update` says that an
+evaluation is due. The trainer may ask for the next batch and compute gradients of it before it
+verifies, but it verifies before it changes its weights. Every call carries the lineage of its
+trainer. A lineage is a number that each session of a run gets when it starts or resumes; a later
+session has a larger number.
 
 Invariants
 - An engine counts as updated only if its checksum agrees with that of the other engines and the
@@ -27,7 +29,7 @@ Invariants
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,7 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.driver import RolloutDriver
 from megatron_async.rollout.evaluate import Evaluation, Evaluations, Evaluator
 from megatron_async.rollout.fleet import EngineLauncher, Fleet
-from megatron_async.rollout.messages import NotAttached, ResumePoint, UpdateReport
+from megatron_async.rollout.messages import NotAttached, ResumePoint, TrainerTask, UpdateReport
 from megatron_async.rollout.probe import PROMPTS, ProbeSample, packed
 from megatron_async.rollout.prompts import TaskPrompts
 from megatron_async.rollout.shared_devices import SharedDevices
@@ -64,19 +66,27 @@ _STORE_LOST = (
 
 
 @dataclass(frozen=True, eq=False)
-class _PendingUpdate:
-    """A weight update between `end_update` and `verify_update`.
+class _Sampled:
+    """Result of the checks of a weight update that need no trainer.
 
     Attributes:
         loaded: Engines that have loaded the version and failed no check so far.
-        samples: Tokens that these engines sampled for verification.
+        tokens: Tokens that these engines sampled for the comparison with the trainer.
         offloaded: Whether the engines stay offloaded until the update is verified.
     """
 
-    version: PolicyVersion
     loaded: list[EngineClient]
-    samples: Sequence[ProbeSample] = ()
+    tokens: Sequence[ProbeSample] = ()
     offloaded: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _PendingUpdate:
+    """A weight update between `end_update` and `verify_update`; `sampling` checks checksums, lets
+    the engines generate and samples tokens."""
+
+    version: PolicyVersion
+    sampling: asyncio.Task[_Sampled]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +100,11 @@ class _Session:
     prompts: TaskPrompts
     recorder: Recorder | None
     evaluations: Evaluations
+
+
+async def _result(sampling: asyncio.Task[_Sampled]) -> _Sampled:
+    # If the caller is canceled, `sampling` continues.
+    return await asyncio.shield(sampling)
 
 
 def _superseded(lineage: int, by: int) -> ComponentFailure:
@@ -227,6 +242,7 @@ class RolloutManager:
 
     async def _detach(self, why: Callable[[_Session], ComponentFailure], leave: bool) -> None:
         session, self._session = self._session, None
+        self._abandon_verification()
         if session is not None:
             # Calls of the previous trainer that still wait end with this error.
             session.driver.background.fail(why(session))
@@ -286,11 +302,12 @@ class RolloutManager:
 
     # ------------------------------------------------------------ batches
 
-    async def next_batch(self, lineage: int) -> TokenBatch | None:
-        """Wait for the next batch and return it, or return None if stale engines need weights
-        first.
+    async def next_batch(self, lineage: int) -> TokenBatch | TrainerTask:
+        """Wait for the next batch and return it, or return what the trainer must do first.
 
-        Engines that share the trainer's devices are offloaded before this returns.
+        If the newest update is not verified yet and its samples are available before a batch is
+        ready, the trainer must verify it first. Engines that share the trainer's devices are
+        offloaded before this returns.
 
         Raises:
             ComponentFailure: The rollout side has failed, no batch came within
@@ -298,9 +315,12 @@ class RolloutManager:
         """
         session = self._session_of(lineage)
         driver, limit = session.driver, self._config.trainer.wait_for_batch_seconds
-        batch = await driver.next_batch(limit)
+        update = self._update
+        batch = await driver.next_batch(limit, None if update is None else update.sampling)
         self._check_current(session)
-        if batch is not None and self._devices.shared:
+        if batch is TrainerTask.VERIFY:
+            return batch
+        if isinstance(batch, TokenBatch) and self._devices.shared:
             # An engine can be offloaded only when it is idle, and requests that were aborted for
             # the batch take a moment to end.
             await driver.until_idle(limit)
@@ -308,7 +328,7 @@ class RolloutManager:
         if (lost := session.store.pop_lost_database()) is not None:
             driver.statistics.warned("store_lost", _STORE_LOST.format(lost))
         more = session.prompts.take_metrics()
-        if batch is None or not more:
+        if isinstance(batch, TrainerTask) or not more:
             return batch
         return replace(batch, extra_metrics={**batch.extra_metrics, **more})
 
@@ -323,6 +343,7 @@ class RolloutManager:
         """Wait until engines are ready to receive the weights of version `number`; return the
         addresses of the engines that must receive them."""
         session, version = self._session_of(lineage), PolicyVersion(lineage, number)
+        self._abandon_verification()
         await session.evaluations.suspend()
         engines = await session.driver.begin_update(version)
         self._check_current(session)
@@ -345,9 +366,13 @@ class RolloutManager:
 
     async def end_update(
         self, lineage: int, number: int, engine_ids: Sequence[str], verify: bool
-    ) -> TokenBatch | None:
-        """Let the engines that have loaded version `number` generate, and with `verify` return
-        tokens that they sampled with it, for the comparison with the trainer.
+    ) -> bool:
+        """Let the engines that have loaded version `number` generate; with `verify`, compare their
+        checksums first, and let them sample tokens for the comparison with the trainer.
+
+        This returns before the engines have done so, unless they share the trainer's devices. The
+        trainer then calls `verification_samples` and `verify_update`, also without `verify`.
+        Tokens that engines generate meanwhile are not stored before `verify_update` accepts them.
 
         An engine that was to receive the weights and is not in `engine_ids` is taken out of
         service. An engine that fails a check becomes stale again.
@@ -357,15 +382,34 @@ class RolloutManager:
             verify: Whether to compare checksums and to sample tokens.
 
         Returns:
-            Tokens that the engines sampled, packed as a batch. The trainer computes log-probs of
-            them and passes these to `verify_update`. None without `verify`, or if there are no
-            samples.
+            Whether the trainer must complete the verification before it asks for a batch. This is
+            the case if there is nothing to wait for, if engines share the trainer's devices, if
+            the trainer must wait for an evaluation, and after the last training step.
         """
         session, version = self._session_of(lineage), PolicyVersion(lineage, number)
         for engine_id in self._receivers - set(engine_ids):
             self._driver.engine_failed(engine_id, f"engine {engine_id} did not load {version}")
         self._driver.sent(version, engine_ids)
-        loaded = [e for e in self._driver.engines() if e.engine_id in set(engine_ids)]
+        sampling = session.driver.background.spawn(
+            self._sample(session, set(engine_ids), version, verify)
+        )
+        self._update = _PendingUpdate(version, sampling)
+        at_once = (
+            not verify
+            or self._devices.shared
+            or number >= self._config.steps
+            or session.evaluations.blocks(version)
+        )
+        if at_once:
+            await self._sampled(session, sampling)
+        return at_once
+
+    async def _sample(
+        self, session: _Session, engine_ids: Collection[str], version: PolicyVersion, verify: bool
+    ) -> _Sampled:
+        """Let the engines in `engine_ids` generate with `version`; with `verify`, check their
+        checksums before, and sample tokens from each of them."""
+        loaded = [e for e in self._driver.engines() if e.engine_id in engine_ids]
         await self._devices.onload(self._driver.engines())
         stale = [engine for engine in self._driver.stale_engines() if engine in loaded]
         # If the previous trainer died during an update, the engines that it was updating are still
@@ -382,8 +426,7 @@ class RolloutManager:
         if not verify:
             await self._generate_or_quiesce(session, loaded, version)
             self._driver.verified([engine.engine_id for engine in loaded])
-            self._update = _PendingUpdate(version, loaded)
-            return None
+            return _Sampled(loaded)
         sampling = asyncio.ensure_future(self._checks.sample_tokens(loaded, version))
         try:
             # Give `sampling` a turn, so that its requests reach the engines before the requests
@@ -393,13 +436,59 @@ class RolloutManager:
             # they are offloaded for the trainer's computation of the log-probs.
             if not self._devices.shared:
                 await self._generate_or_quiesce(session, loaded, version)
-            outcome, samples = await sampling
+            outcome, tokens = await sampling
         finally:
             sampling.cancel()
         loaded = self._handle_outcome(session, outcome)
         await self._devices.offload(self._driver.engines(), keep_weights=True)
-        self._update = _PendingUpdate(version, loaded, samples, offloaded=self._devices.shared)
-        return packed(samples, self._config.sampling.temperature) if samples else None
+        return _Sampled(loaded, tokens, offloaded=self._devices.shared)
+
+    async def _sampled(self, session: _Session, sampling: asyncio.Task[_Sampled]) -> _Sampled:
+        """Wait for the result of `sampling`.
+
+        Raises:
+            ComponentFailure: The rollout side has failed, or the trainer is superseded.
+        """
+        # `sample_tokens` limits its own time to weights.timeout_seconds. The limit here also covers
+        # the calls before it.
+        limit = 2 * self._config.weights.timeout_seconds
+        # The shield keeps the task when the wait ends early, for instance because a trainer's call
+        # is canceled: the trainer may repeat the call.
+        found = await session.driver.background.wait_for(
+            _result(sampling), limit, "engines to sample tokens for the verification"
+        )
+        self._check_current(session)
+        assert isinstance(found, _Sampled)
+        return found
+
+    def _pending(self, version: PolicyVersion) -> _PendingUpdate:
+        update = self._update
+        if update is None or update.version != version:
+            raise ComponentFailure(f"cannot verify {version}: end_update was not called for it")
+        return update
+
+    def _abandon_verification(self) -> None:
+        """Stop a verification that its trainer has not completed; the tokens that wait for it are
+        discarded."""
+        update, self._update = self._update, None
+        if update is not None:
+            update.sampling.cancel()
+
+    async def verification_samples(self, lineage: int, number: int) -> TokenBatch | None:
+        """Wait until the engines have sampled tokens with version `number`; return these tokens,
+        packed as a batch.
+
+        The trainer computes log-probs of them and passes these to `verify_update`.
+
+        Returns:
+            The batch; None if the update is not verified, or if no engine has sampled tokens.
+
+        Raises:
+            ComponentFailure: `end_update` was not called for this version, or sampling failed.
+        """
+        session, version = self._session_of(lineage), PolicyVersion(lineage, number)
+        found = await self._sampled(session, self._pending(version).sampling)
+        return packed(found.tokens, self._config.sampling.temperature) if found.tokens else None
 
     async def _generate_or_quiesce(
         self, session: _Session, loaded: Sequence[EngineClient], version: PolicyVersion
@@ -420,8 +509,8 @@ class RolloutManager:
         After the last training step this also ends all generation.
 
         Args:
-            logprobs_T: Trainer's log-probs of the batch that `end_update` returned; None if it
-                returned none.
+            logprobs_T: Trainer's log-probs of the batch that `verification_samples` returned; None
+                if it returned none.
             float32: Whether the trainer computed the log-probs in float32.
 
         Raises:
@@ -429,16 +518,19 @@ class RolloutManager:
                 no engine has passed.
         """
         session, version = self._session_of(lineage), PolicyVersion(lineage, number)
-        update, self._update = self._update, None
-        if update is None or update.version != version:
-            raise ComponentFailure(f"cannot verify {version}: end_update was not called for it")
+        update = await self._sampled(session, self._pending(version).sampling)
+        self._update = None
         last = number >= self._config.steps
         await self._devices.onload(self._driver.engines())
         outcome, metrics = self._checks.check_ratios(
-            update.loaded, update.samples, logprobs_T, version, float32=float32
+            [engine for engine in update.loaded if engine in self._driver.engines()],
+            update.tokens,
+            logprobs_T,
+            version,
+            float32=float32,
         )
         loaded = self._handle_outcome(session, outcome)
-        if update.samples:
+        if update.tokens:
             self._suspects.difference_update(engine.engine_id for engine in loaded)
         if update.offloaded:
             await self._generate_or_quiesce(session, loaded, version)

@@ -26,6 +26,7 @@ from megatron_async.telemetry.trackers.base import CLOSE_SECONDS, BackgroundTrac
 TRAINER_PHASES = (
     ("waiting for a batch", "time/wait_for_batch"),
     ("training", "time/train"),
+    ("weight verification", "time/verify"),
     ("weight update", "time/publish"),
     ("evaluation", "time/evaluate"),
     ("checkpoint", "time/checkpoint"),

@@ -7,6 +7,10 @@ which it sends weights.
 Invariants
 - After n steps, policy version n is published. If the batch of a step was skipped, the unchanged
   weights are published under the next number.
+- A published version is verified with the weights that were published: the trainer computes the
+  log-probs for it before the next optimizer update. It does so while it waits for a batch, or else
+  between the first gradient computation of the batch and its application. Nothing waits for the
+  verification, because no token of an engine is stored before the engine is verified.
 - A checkpoint is reported to the rollout manager only after it is completely on disk (finalized).
 - If engines share the trainer's devices, the trainer frees its memory on them while the engines
   generate. It saves a due checkpoint before that.
@@ -24,13 +28,14 @@ from typing import TypeVar
 from megatron_async.checkpoint.manager import CheckpointManager, Finalized
 from megatron_async.config import RunConfig
 from megatron_async.rollout.evaluate import Evaluation
-from megatron_async.rollout.messages import ResumePoint, UpdateReport
+from megatron_async.rollout.messages import ResumePoint, TrainerTask
 from megatron_async.telemetry.health import HealthWatch
 from megatron_async.telemetry.learning import FAILED_SHARES, UnreachedThreshold
 from megatron_async.telemetry.metrics import MetricsWriter
 from megatron_async.train_loop.attempt import restarts
 from megatron_async.train_loop.manager_client import ManagerLost, RolloutLink
 from megatron_async.train_loop.rank_zero import RankZero
+from megatron_async.train_loop.step_times import StepTimes
 from megatron_async.train_loop.stop import StopAsked, StopRequest
 from megatron_async.trainer.capabilities import parameter_dtype
 from megatron_async.trainer.offload import DeviceContents, NoOffload, TrainerMemory
@@ -44,6 +49,21 @@ T = TypeVar("T")
 # Number of steps between two histograms. They are not written at every step, because each takes as
 # much space in a tracker's files as many scalars.
 HISTOGRAMS_EVERY = 5
+
+
+@dataclass(frozen=True)
+class _SentUpdate:
+    """A weight update that was sent to the engines and is not verified yet.
+
+    Attributes:
+        number: Number of the policy version.
+        time: Time at which the engines had received it, in seconds of `time.monotonic`.
+        verify: Whether the engines' log-probs are compared with the trainer's.
+    """
+
+    number: int
+    time: float
+    verify: bool
 
 
 @dataclass(kw_only=True, eq=False)
@@ -82,8 +102,9 @@ class TrainLoop:
         self._colocated = not isinstance(self.memory, NoOffload)
         self._unreported: list[Finalized] = []
         self._unevaluated = False
-        self._update_seconds: dict[str, float] = {}
-        self._evaluation_seconds = 0.0
+        self._unverified: _SentUpdate | None = None
+        self._update_metrics: dict[str, float] = {}
+        self._times = StepTimes()
 
     def run(self) -> bool:
         """Train until `config.steps` batches are done and return True; return False if the run was
@@ -92,26 +113,25 @@ class TrainLoop:
         Raises:
             ComponentFailure: The rollout side failed, or training cannot continue.
         """
-        self._publish()
+        self._publish(verify_at_once=True)
         self.rank_zero.run(self.begin)
+        self._times.take()
         while self.trainer.step < self.config.steps:
             if self.stop.asked_anywhere():
                 return self._stop()
-            began = time.monotonic()
             try:
-                batch = self.rank_zero.run(lambda: self._link.next_batch())
+                with self._times.measure("time/wait_for_batch"):
+                    batch = self.rank_zero.run(lambda: self._link.next_batch())
+                if batch is TrainerTask.VERIFY:
+                    self._verify()
+                elif batch is TrainerTask.SEND_WEIGHTS:
+                    self._publish()
+                else:
+                    self._step(batch)
             except StopAsked:
                 return self._stop()
             except ManagerLost:
                 self._attach_again()
-                continue
-            waited = time.monotonic() - began
-            if batch is None:
-                # An engine waits for the current weights, because it is new or has loaded wrong
-                # ones.
-                self._publish()
-                continue
-            self._step(batch, waited)
         if self._unevaluated:
             # A request to stop has interrupted the last evaluation. The run stops and is not
             # complete, so that a resume makes the evaluation.
@@ -143,6 +163,7 @@ class TrainLoop:
     def _attach_again(self) -> None:
         """Attach to a restarted rollout manager at the current step. The manager has new engines,
         which `_publish` must give the current weights."""
+        self._unverified = None
         current = replace(self.resume, step=self.trainer.step, store_position=self._store_position)
         self.rank_zero.run(lambda: self._link.attach(current))
 
@@ -151,88 +172,110 @@ class TrainLoop:
         assert self.link is not None
         return self.link
 
-    def _step(self, batch: TokenBatch, waited: float) -> None:
+    def _step(self, batch: TokenBatch) -> None:
         """Train on one batch, publish the new weights, save a checkpoint if one is due, write the
-        metrics.
-
-        Args:
-            batch: The batch.
-            waited: Seconds for which the trainer waited for the batch.
-        """
+        metrics."""
         self._store_position = batch.store_position
-        began = time.monotonic()
         self.memory.keep_on_device(DeviceContents.ALL)
-        report = self.trainer.train_batch(batch)
-        trained = time.monotonic() - began
+        with self._times.measure("time/train"):
+            report = self.trainer.train_batch(batch, self._verify_during_step)
+            # A batch that was skipped before its first gradient has not verified the version.
+            self._verify_during_step()
         if report.skipped:
             self._ask(lambda: self._link.drop_batch(batch.step, DropReason.NONFINITE.value))
-        saved = 0.0
         if self._colocated:
             # The weight update moves the trainer's tensors off the device, so the checkpoint must
             # be saved before.
-            saved = self._save_if_due()
-        began = time.monotonic()
-        update = self._publish()
-        published = time.monotonic() - began
+            self._save_if_due()
+        self._publish()
         if not self._colocated:
-            saved = self._save_if_due()
-        times = {
-            "time/wait_for_batch": waited,
-            "time/train": trained,
-            "time/publish": published - self._evaluation_seconds,
-            "time/evaluate": self._evaluation_seconds,
-            "time/checkpoint": saved,
-        }
-        times["time/step"] = sum(times.values())
-        self._write(batch, report, update, times)
+            self._save_if_due()
+        self._write(batch, report)
 
     # ------------------------------------------------------------ weights
 
-    def _publish(self) -> UpdateReport:
-        """Send the current weights to the engines and, as `weights.verify` requires, verify that
-        the engines use them. If the rollout manager dies, repeat this with the restarted one."""
+    def _publish(self, *, verify_at_once: bool = False) -> None:
+        """Send the current weights to the engines and, as `weights.verify` requires, start to
+        verify that the engines use them. If the rollout manager dies, repeat this with the
+        restarted one.
+
+        Args:
+            verify_at_once: Whether to wait for the verification in any case. Otherwise it is
+                waited for only if the rollout manager requires that.
+        """
         # The loop ends, because a manager is restarted at most engines.max_restarts times. A lost
         # manager loses its engines too, so the whole update is repeated.
         while True:
             try:
-                return self._publish_once()
+                if self._send() or verify_at_once:
+                    self._verify()
+                return
             except ManagerLost:
                 self._attach_again()
 
-    def _publish_once(self) -> UpdateReport:
-        """Try once to send the current weights to the engines; then, if due, verify that the
-        engines use these weights, and evaluate the policy.
+    def _send(self) -> bool:
+        """Try once to send the current weights to the engines and let them generate; return whether
+        the update must be verified at once.
 
         Raises:
             ManagerLost: The rollout manager died during the update.
         """
-        number, began = self.trainer.step, time.monotonic()
-        self._evaluation_seconds = 0.0
-        self.memory.keep_on_device(DeviceContents.WEIGHTS)
-        engines = self.rank_zero.run(lambda: self._link.begin_update(number))
-        ready = time.monotonic()
-        reached = self.publisher.publish(engines, self.trainer.version)
-        sent = time.monotonic()
-        policy = self.config.weights.verify
-        verify = policy == "every" or (policy == "first" and not self._verified_once)
-        self._offload()
-        samples = self.rank_zero.run(lambda: self._link.end_update(number, reached, verify))
-        logprobs_T, float32 = None, False
-        if samples is not None:
+        with self._times.measure("time/publish"):
+            number, began = self.trainer.step, time.monotonic()
             self.memory.keep_on_device(DeviceContents.WEIGHTS)
-            logprobs_T = self.trainer.compute_logprobs(samples)
-            float32 = parameter_dtype(self.config.model).itemsize == 4
+            engines = self.rank_zero.run(lambda: self._link.begin_update(number))
+            ready = time.monotonic()
+            reached = self.publisher.publish(engines, self.trainer.version)
+            sent = time.monotonic()
+            policy = self.config.weights.verify
+            verify = policy == "every" or (policy == "first" and not self._verified_once)
             self._offload()
-        update = self.rank_zero.run(lambda: self._link.verify_update(number, logprobs_T, float32))
-        self._update_seconds = {
+            at_once = self.rank_zero.run(lambda: self._link.end_update(number, reached, verify))
+        self._unverified = _SentUpdate(number, sent, verify)
+        self._update_metrics |= {
             "weights/ready_seconds": ready - began,
             "weights/transfer_seconds": sent - ready,
-            "weights/verify_seconds": time.monotonic() - sent,
         }
         cost = self.publisher.report if reached else None
         for phase, seconds in cost.phases.items() if cost else ():
-            self._update_seconds[f"weights/transfer_{phase.replace(' ', '_')}_seconds"] = seconds
-        self._verified_once = self._verified_once or (verify and update.passed)
+            self._update_metrics[f"weights/transfer_{phase.replace(' ', '_')}_seconds"] = seconds
+        return at_once
+
+    def _verify_during_step(self) -> None:
+        """Verify the newest update if that is not done yet. If the rollout manager is lost, give up
+        the verification: the restarted manager has new engines, and they get the weights of the
+        next version."""
+        if self._unverified is None:
+            return
+        try:
+            self._verify()
+        except ManagerLost:
+            self._unverified = None
+
+    def _verify(self) -> None:
+        """Verify that the engines use the weights of the newest update, which must still be the
+        trainer's weights; then evaluate the policy if the trainer must wait for an evaluation.
+
+        Raises:
+            ManagerLost: The rollout manager died during the verification.
+        """
+        assert self._unverified is not None
+        sent, number = self._unverified, self._unverified.number
+        with self._times.measure("time/verify"):
+            samples = self.rank_zero.run(lambda: self._link.verification_samples(number))
+            logprobs_T, float32 = None, False
+            if samples is not None:
+                self.memory.keep_on_device(DeviceContents.WEIGHTS)
+                logprobs_T = self.trainer.compute_logprobs(samples)
+                float32 = parameter_dtype(self.config.model).itemsize == 4
+                self._offload()
+            update = self.rank_zero.run(
+                lambda: self._link.verify_update(number, logprobs_T, float32)
+            )
+        self._unverified = None
+        self._update_metrics |= update.metrics
+        self._update_metrics["weights/verify_seconds"] = time.monotonic() - sent.time
+        self._verified_once = self._verified_once or (sent.verify and update.passed)
         if update.passed:
             self.publisher.settle()
         if self.metrics is not None:
@@ -241,10 +284,8 @@ class TrainLoop:
                 self.metrics.warn(max(0, number - 1), name, message)
             self._write_evaluations(update.evaluations)
         if update.evaluation_due:
-            began = time.monotonic()
-            self._evaluate(number)
-            self._evaluation_seconds = time.monotonic() - began
-        return update
+            with self._times.measure("time/evaluate"):
+                self._evaluate(number)
 
     def _offload(self) -> None:
         """Move this rank's tensors off its device if engines share it, and wait until all ranks
@@ -297,14 +338,14 @@ class TrainLoop:
 
     # ------------------------------------------------------------ checkpoints and records
 
-    def _save_if_due(self) -> float:
-        """Save a checkpoint if one is due, and report finalized checkpoints to the rollout manager;
-        return how many seconds this took."""
-        began, step = time.monotonic(), self.trainer.step
-        if step % self.config.checkpoint.every_steps == 0 or step == self.config.steps:
-            self._checkpoint()
-        self._ask(self._report_finalized)
-        return time.monotonic() - began
+    def _save_if_due(self) -> None:
+        """Save a checkpoint if one is due, and report finalized checkpoints to the rollout
+        manager."""
+        step = self.trainer.step
+        with self._times.measure("time/checkpoint"):
+            if step % self.config.checkpoint.every_steps == 0 or step == self.config.steps:
+                self._checkpoint()
+            self._ask(self._report_finalized)
 
     def _checkpoint(self) -> None:
         """Start saving a checkpoint of the current step. It contains the manager's position in its
@@ -332,15 +373,19 @@ class TrainLoop:
                     self.metrics.checkpoint(done.step, path)
                 del self._unreported[0]
 
-    def _write(
-        self, batch: TokenBatch, report: StepReport, update: UpdateReport, times: dict[str, float]
-    ) -> None:
-        """Write the metrics, warnings and histograms of one step; do nothing on ranks other than 0,
-        which have no writer."""
+    def _write(self, batch: TokenBatch, report: StepReport) -> None:
+        """Write the metrics, warnings and histograms of one step; write nothing on ranks other than
+        0, which have no writer.
+
+        The times and the metrics of weight updates are those since the last step was written. They
+        may include the verification of the version before this step.
+        """
+        times = self._times.take()
+        update, self._update_metrics = self._update_metrics, {}
         writer = self.metrics
         if writer is None:
             return
-        metrics = {**batch.extra_metrics, **report.metrics, **times}
+        metrics = {**batch.extra_metrics, **report.metrics, **times, **update}
         metrics |= {
             "train/loss": report.loss,
             "train/grad_norm": report.grad_norm,
@@ -352,7 +397,6 @@ class TrainLoop:
             "train/microbatches": report.num_microbatches,
             "train/tokens_per_second": report.tokens_per_second,
         }
-        metrics |= {**update.metrics, **self._update_seconds}
         warnings = self.health.step(metrics) + self.threshold.trained(metrics)
         metrics |= {f"warning/{name}": 1.0 for name in self.health.active}
         writer.write(report.step, metrics)

@@ -24,7 +24,7 @@ from megatron_async.process_backends.backend import (
 )
 from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.rollout.manager_host import MANAGER_NAME, ManagerHost
-from megatron_async.rollout.messages import NotAttached, ResumePoint, UpdateReport
+from megatron_async.rollout.messages import NotAttached, ResumePoint, TrainerTask, UpdateReport
 from megatron_async.train_loop.stop import StopAsked
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FloatArray, PolicyVersion
@@ -75,9 +75,9 @@ class RolloutLink(ABC):
                 waits.
         """
 
-    def next_batch(self) -> TokenBatch | None:
-        """Wait for the next batch. Return None if an engine, which is new or has loaded wrong
-        weights, must get the current weights before it serves requests.
+    def next_batch(self) -> TokenBatch | TrainerTask:
+        """Wait for the next batch and return it, or return what the trainer must do before it asks
+        again.
 
         Raises:
             StopAsked: The run was asked to stop before a batch was ready.
@@ -102,20 +102,36 @@ class RolloutLink(ABC):
         limit += _SLACK_SECONDS
         return self._call(lambda manager, lineage: manager.begin_update(lineage, number), limit)
 
-    def end_update(self, number: int, engine_ids: Sequence[str], verify: bool) -> TokenBatch | None:
-        """Report to which engines version `number` was sent. With `verify`, let them sample tokens
-        with it and return these.
+    def end_update(self, number: int, engine_ids: Sequence[str], verify: bool) -> bool:
+        """Report to which engines version `number` was sent, and let them generate. With `verify`,
+        they also sample tokens, which `verification_samples` returns.
 
         Returns:
-            A batch of sampled tokens, whose log-probs the trainer must pass to `verify_update`;
-            None without `verify`, or if no engine has sampled tokens.
+            Whether the trainer must call `verification_samples` and `verify_update` before it asks
+            for a batch. Otherwise it must do so before it changes its weights.
         """
-        # Twice the limit, because sampling may take as long as the transfer of the weights.
-        limit = 2 * self._config.weights.timeout_seconds + _SLACK_SECONDS
         engines = list(engine_ids)
         return self._call(
-            lambda manager, lineage: manager.end_update(lineage, number, engines, verify), limit
+            lambda manager, lineage: manager.end_update(lineage, number, engines, verify),
+            self._sampling_limit,
         )
+
+    def verification_samples(self, number: int) -> TokenBatch | None:
+        """Wait for the tokens that engines sample with version `number`.
+
+        Returns:
+            A batch of these tokens, whose log-probs the trainer must pass to `verify_update`; None
+            if the version is not verified, or if no engine has sampled tokens.
+        """
+        return self._call(
+            lambda manager, lineage: manager.verification_samples(lineage, number),
+            self._sampling_limit,
+        )
+
+    @property
+    def _sampling_limit(self) -> float:
+        # Twice the limit, because sampling may take as long as the transfer of the weights.
+        return 2 * self._config.weights.timeout_seconds + _SLACK_SECONDS
 
     def verify_update(
         self, number: int, logprobs_T: FloatArray | None, float32: bool
@@ -125,8 +141,8 @@ class RolloutLink(ABC):
 
         Args:
             number: Version that was published.
-            logprobs_T: The trainer's log-probs of the batch that `end_update` returned; None if it
-                returned None.
+            logprobs_T: The trainer's log-probs of the batch that `verification_samples` returned;
+                None if it returned None.
             float32: Whether the trainer computes in float32; otherwise it computes in half
                 precision.
         """

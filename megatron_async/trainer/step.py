@@ -14,7 +14,7 @@ Invariants
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -270,8 +270,17 @@ class PolicyTrainer:
         """
         return to_host(self._runner.logprobs(self._upload(batch)))
 
-    def train_batch(self, batch: TokenBatch) -> StepReport:
+    def train_batch(
+        self, batch: TokenBatch, before_update: Callable[[], None] = lambda: None
+    ) -> StepReport:
         """Train on a batch: compute advantages and correction, then apply all optimizer updates.
+
+        Args:
+            batch: The batch.
+            before_update: Called on every rank before each optimizer update, when its gradient is
+                complete and no pass of the model is running. It may call `compute_logprobs`, which
+                then uses the weights that the update is about to change. Its time is not counted in
+                `StepReport.seconds`.
 
         There are `schedule.updates_per_batch` updates in each of `algorithm.epochs` epochs. An
         update whose loss or gradient is not finite is skipped, counted and reported. If the rewards
@@ -283,6 +292,14 @@ class PolicyTrainer:
                 weights that must be equal on several ranks differ.
         """
         began = time.monotonic()
+        elsewhere = 0.0
+
+        def call_before_update() -> None:
+            nonlocal elsewhere
+            called = time.monotonic()
+            before_update()
+            elsewhere += time.monotonic() - called
+
         try:
             prepared, metrics = self._prepare(self._upload(batch))
         except NonFiniteError as error:
@@ -295,13 +312,13 @@ class PolicyTrainer:
         log_weights: list[torch.Tensor] = []
         for _ in range(self._config.algorithm.epochs):
             for minibatch in prepared.minibatches(self._config.schedule.updates_per_batch):
-                update = self._policy_update(minibatch, len(updates))
+                update = self._policy_update(minibatch, len(updates), call_before_update)
                 updates.append(update)
                 if update.applied and (seen_T := update.logprobs_T) is not None:
                     correction = self.algorithm.correction_metrics(minibatch, seen_T)
                     found.append({**finalize(update.metrics), **correction})
                     log_weights.append(self.algorithm.log_weights(minibatch, seen_T))
-        report = self._report(batch, updates, {**metrics, **mean_of(found)}, began)
+        report = self._report(batch, updates, {**metrics, **mean_of(found)}, began + elsewhere)
         return replace(report, log_weights=to_host(torch.cat(log_weights))) if found else report
 
     def _upload(self, batch: TokenBatch) -> DeviceBatch:
@@ -321,7 +338,9 @@ class PolicyTrainer:
                 batch = replace(batch, ref_logprobs_T=self._runner.logprobs(batch))
         return self.algorithm.prepare(batch)
 
-    def _policy_update(self, minibatch: DeviceBatch, number: int) -> PolicyUpdate:
+    def _policy_update(
+        self, minibatch: DeviceBatch, number: int, before_update: Callable[[], None]
+    ) -> PolicyUpdate:
         """Prepare one minibatch and make one optimizer update; `number` is its index within the
         step."""
         try:
@@ -334,7 +353,9 @@ class PolicyTrainer:
             return PolicyUpdate(str(error))
         # Entropy is always reported, even if the loss does not use it, because its measured cost is
         # small.
-        return self._update(minibatch, self.algorithm, denominators, number, entropy=True)
+        return self._update(
+            minibatch, self.algorithm, denominators, number, before_update, entropy=True
+        )
 
     def train_sft(self, batch: TokenBatch) -> StepReport:
         """Make one optimizer update with the cross-entropy of the batch's trained tokens as
@@ -353,6 +374,7 @@ class PolicyTrainer:
         algorithm: Algorithm,
         denominators: Denominators,
         number: int,
+        before_update: Callable[[], None] = lambda: None,
         *,
         entropy: bool,
     ) -> PolicyUpdate:
@@ -363,10 +385,12 @@ class PolicyTrainer:
             algorithm: Computes the loss.
             denominators: Global counts by which the loss is divided.
             number: Index of the update within this step.
+            before_update: Called between the computation of the gradient and its application.
             entropy: Whether the entropy of each token's distribution is reported.
         """
         zero_gradients(self.wrapped, self.optimizer)
         found = self._runner.gradients(batch, algorithm, denominators, entropy=entropy)
+        before_update()
         before = self.step * self._updates_per_step + number
         rate = learning_rate(self._settings, before, self._total_updates)
         applied, grad_norm = guarded_step(

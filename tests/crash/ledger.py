@@ -50,7 +50,7 @@ from megatron_async.engines.interface import (
 
 if TYPE_CHECKING:  # These modules import this module while they are imported themselves.
     from megatron_async.rollout.fleet import EngineLauncher
-    from megatron_async.rollout.messages import ResumePoint
+    from megatron_async.rollout.messages import ResumePoint, TrainerTask
     from megatron_async.train_loop.manager_client import RolloutLink
     from megatron_async.trajectory.batch import TokenBatch
 
@@ -159,9 +159,11 @@ class NotingLink:
         self._account.add(attach=resume.lineage, step=resume.step, parent=resume.parent)
         self._link.attach(resume)
 
-    def next_batch(self) -> TokenBatch | None:
+    def next_batch(self) -> TokenBatch | TrainerTask:
+        from megatron_async.trajectory.batch import TokenBatch
+
         batch = self._link.next_batch()
-        if batch is not None:
+        if isinstance(batch, TokenBatch):
             starts_S, ends_S = batch.cu_seqlens_S1[:-1], batch.cu_seqlens_S1[1:]
             self._account.add(
                 batch=batch.step,

@@ -21,6 +21,7 @@ import pytest
 
 from megatron_async.rollout.driver import RolloutDriver
 from megatron_async.rollout.generation import RunningRequest
+from megatron_async.rollout.messages import TrainerTask
 from megatron_async.rollout.monitor import EngineMonitor
 from megatron_async.rollout.tracked_engine import TrackedEngine
 from megatron_async.store.store import TrajectoryStore
@@ -63,9 +64,9 @@ def accept_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
     next_batch = RolloutDriver.next_batch
 
-    async def with_a_stale_engine(driver: RolloutDriver, timeout: float) -> TokenBatch | None:
-        batch = await next_batch(driver, timeout)
-        if batch is not None:
+    async def with_a_stale_engine(driver: RolloutDriver, *args: Any) -> TokenBatch | TrainerTask:
+        batch = await next_batch(driver, *args)
+        if isinstance(batch, TokenBatch):
             driver.engine_stale(sorted(driver._tracked_engines)[0], "a test asks for it")
         return batch
 
@@ -88,10 +89,10 @@ def emit_a_batch_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[TokenBatch] = []
     next_batch = RolloutDriver.next_batch
 
-    async def again(driver: RolloutDriver, timeout: float) -> TokenBatch | None:
-        batch = await next_batch(driver, timeout)
-        if batch is None:
-            return None
+    async def again(driver: RolloutDriver, *args: Any) -> TokenBatch | TrainerTask:
+        batch = await next_batch(driver, *args)
+        if not isinstance(batch, TokenBatch):
+            return batch
         taken.append(batch)
         return replace(taken[0], step=batch.step) if len(taken) == 2 else batch
 

@@ -27,6 +27,7 @@ from megatron_async.config import RunConfig
 from megatron_async.engines.simulated.engine import SimulatedEngineModel
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
+from megatron_async.rollout.messages import TrainerTask
 from megatron_async.run_directory import RunDirectory
 from megatron_async.runtime.time_limits import AwakeDeadline
 from megatron_async.trajectory.batch import TokenBatch
@@ -90,6 +91,7 @@ class Trainer:
         self._account = Account(ledger_file(directory.path, "trained"))
         self.lineage, self.step = 0, 0
         self.pause_seconds = 0.0
+        self._unverified: PolicyVersion | None = None
 
     async def live(self, resume: ResumePoint, until: asyncio.Event) -> None:
         """Train until `until` is set and for `_LAST_STEPS` steps more, and save a last checkpoint.
@@ -102,6 +104,7 @@ class Trainer:
             ComponentFailure: The manager or the disk failed.
         """
         self.lineage, self.step = resume.lineage, resume.step
+        self._unverified = None
         self._account.add(attach=resume.lineage, step=resume.step, parent=resume.parent)
         await self._call("attach", resume)
         await self._publish()
@@ -111,10 +114,15 @@ class Trainer:
                 end = self.step + _LAST_STEPS
             batch = await self._call("next_batch", self.lineage)
             await self._pause()
-            if batch is None:
+            if batch is TrainerTask.SEND_WEIGHTS:
                 await self._publish()
                 continue
+            if batch is TrainerTask.VERIFY:
+                await self._verify()
+                continue
             self._note(batch)
+            # The weights change here, so the update before must be verified by now.
+            await self._verify()
             self.step += 1
             await self._publish()
             if self.step % _CHECKPOINT_STEPS == 0 or self.step == end:
@@ -144,7 +152,19 @@ class Trainer:
         addresses = await self._call("begin_update", lineage, number)
         await self._pause()
         reached = await self._send(addresses, version)
-        samples = await self._call("end_update", lineage, number, reached, True)
+        at_once = await self._call("end_update", lineage, number, reached, True)
+        self._unverified = version
+        await self._pause()
+        if at_once:
+            await self._verify()
+
+    async def _verify(self) -> None:
+        """Verify the newest update if that is not done yet."""
+        version, self._unverified = self._unverified, None
+        if version is None:
+            return
+        lineage, number = version
+        samples = await self._call("verification_samples", lineage, number)
         await self._pause()
         logprobs_T = None if samples is None else self._logprobs(samples, version)
         await self._call("verify_update", lineage, number, logprobs_T, True)

@@ -37,10 +37,11 @@ def releases_before_engines_start(folder: Path) -> int:
 
     link = SimpleNamespace(
         begin_update=lambda number: [],
-        end_update=lambda *_: found.append(
-            len(list(folder.iterdir()))
-        ),  # Returns None: no samples.
-        verify_update=lambda *_: SimpleNamespace(evaluation_due=False, passed=True, warnings=[]),
+        end_update=lambda *_: not found.append(len(list(folder.iterdir()))),
+        verification_samples=lambda *_: None,
+        verify_update=lambda *_: SimpleNamespace(
+            evaluation_due=False, passed=True, warnings=[], metrics={}
+        ),
         checkpoint_finalized=lambda *_: None,
     )
     config: Any = SimpleNamespace(steps=0, weights=SimpleNamespace(verify="every"))

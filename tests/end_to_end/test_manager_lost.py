@@ -41,10 +41,12 @@ class ForgetfulLink:
         self.calls.append(("attach", *position))
 
     def next_batch(self) -> Any:
+        from megatron_async.rollout.messages import TrainerTask
+
         self._call("next_batch")
         if self._fresh:  # Engines of a new manager need weights first.
             self._fresh = False
-            return None
+            return TrainerTask.SEND_WEIGHTS
         return SimpleNamespace(step=self._trainer.step, store_position=100 + self._trainer.step)
 
     def begin_update(self, number: int) -> list[Any]:
@@ -53,12 +55,17 @@ class ForgetfulLink:
 
     def end_update(self, number: int, *rest: Any) -> Any:
         self._call("end_update", number)
+        self._fresh = False
+        # Versions 0 and 2 are verified at once, version 1 during the next step.
+        return number != 1
+
+    def verification_samples(self, number: int) -> Any:
+        self._call("verification_samples", number)
         return None
 
     def verify_update(self, number: int, *rest: Any) -> Any:
         self._call("verify_update", number)
-        self._fresh = False
-        return SimpleNamespace(evaluation_due=number == 0, passed=True)
+        return SimpleNamespace(evaluation_due=number == 0, passed=True, metrics={})
 
     def evaluate(self, number: int) -> Any:
         self._call("evaluate", number)
@@ -84,7 +91,8 @@ def train(lost_at: set[int]) -> tuple[list[Any], list[int]]:
     trainer = SimpleNamespace(step=0, vocab_size=32, version=PolicyVersion(4, 0))
     link = ForgetfulLink(trainer, lost_at)
 
-    def train_batch(batch: Any) -> Any:
+    def train_batch(batch: Any, before_update: Any) -> Any:
+        before_update()
         trained.append(batch.step)
         trainer.step += 1
         trainer.version = PolicyVersion(4, trainer.step)
@@ -124,7 +132,7 @@ def lose_everywhere() -> dict[int, tuple[list[Any], list[int]]]:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    found = {call: train({call}) for call in range(17)}
+    found = {call: train({call}) for call in range(22)}
     dist.destroy_process_group()
     return found
 
@@ -145,12 +153,23 @@ def test_every_step_is_trained_once_when_the_manager_dies_at_any_call(tmp_path: 
             assert ("finalized", step) in successful
             assert successful.index(("end_update", step)) > successful.index(("begin_update", step))
     # If the manager is lost during an update, the new engines get the complete update.
-    update = [(call, 1) for call in ("begin_update", "end_update", "verify_update")]
+    update = ["begin_update", "end_update", "verification_samples", "verify_update"]
     for call in update[1:]:
-        calls = found[undisturbed.index(call) + 1][0]
-        lost = calls.index((*call, "lost"))
-        assert calls[lost + 1 : lost + 5] == [("attach", 4, 1, 3, 100), *update]
+        calls = found[undisturbed.index((call, 2)) + 1][0]
+        lost = calls.index((call, 2, "lost"))
+        assert calls[lost + 1 : lost + 6] == [("attach", 4, 2, 3, 101), *((c, 2) for c in update)]
+    # If it is lost during a verification in the middle of a step, the step is completed, and the
+    # new engines get the next version.
+    for call in update[2:]:
+        assert undisturbed.index((call, 1)) > undisturbed.index(("next_batch",), 6)
+        calls = found[undisturbed.index((call, 1)) + 1][0]
+        lost = calls.index((call, 1, "lost"))
+        assert calls[lost + 1 : lost + 4] == [
+            ("begin_update", 2, "lost"),
+            ("attach", 4, 2, 3, 101),
+            ("begin_update", 2),
+        ]
     # If the manager is lost at an evaluation, the new engines get the update before it.
     calls = found[undisturbed.index(("evaluate", 0)) + 1][0]
     lost = calls.index(("evaluate", 0, "lost"))
-    assert calls[lost + 2 : lost + 6] == [*((call, 0) for call, _ in update), ("evaluate", 0)]
+    assert calls[lost + 2 : lost + 7] == [*((call, 0) for call in update), ("evaluate", 0)]

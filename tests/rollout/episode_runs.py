@@ -106,7 +106,7 @@ class Run:
         batches = []
         for step in steps:
             batch = await self.manager.next_batch(self.lineage)
-            assert batch is not None and batch.step == step
+            assert isinstance(batch, TokenBatch) and batch.step == step
             batches.append(batch)
             await self.publish(self.lineage, step + 1)
         return batches

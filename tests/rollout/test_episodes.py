@@ -164,7 +164,8 @@ async def test_engines_are_verified_when_prompts_of_episodes_have_no_tokens(
     await run_.manager.begin_update(0, 0)
     for engine in run_.engines:
         engine.set_weights(PolicyVersion(0, 0))
-    samples = await run_.manager.end_update(0, 0, ["engine0", "engine1"], True)
+    await run_.manager.end_update(0, 0, ["engine0", "engine1"], True)
+    samples = await run_.manager.verification_samples(0, 0)
     assert samples is not None and samples.loss_mask_T.sum() == 2 * probe.TOKENS
     await run_.manager.stop()
 

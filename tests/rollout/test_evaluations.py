@@ -21,6 +21,7 @@ from megatron_async.errors import UserError
 from megatron_async.rollout import evaluate
 from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.rollout.manager import ResumePoint
+from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion
 from tests.rollout.stand_ins import Engines
 from tests.rollout.stand_ins import settings as stand_in_settings
@@ -174,9 +175,9 @@ async def test_concurrent_evaluation_is_complete_when_an_engine_dies(
     found: list[Evaluation] = []
     number = 1
     while not found:
-        # The result is None if the restarted engine needs weights.
+        # The result is not a batch if the restarted engine needs weights.
         batch = await trainer.manager.next_batch(0)
-        if batch is not None:
+        if isinstance(batch, TokenBatch):
             number += 1
         found += (await trainer.publish(0, number)).evaluations
     assert texts(found[0]) == texts(first)

@@ -25,6 +25,7 @@ from megatron_async.engines.interface import (
 from megatron_async.engines.simulated.engine import SimulatedEngine
 from megatron_async.errors import ComponentFailure, ProcessKilled
 from megatron_async.rollout.manager import NotAttached, ResumePoint, RolloutManager, UpdateReport
+from megatron_async.rollout.messages import TrainerTask
 from megatron_async.store.reader import StoreReader
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.batch import TokenBatch
@@ -79,7 +80,7 @@ class Trainer:
 
     async def batch(self) -> TokenBatch:
         batch = await self.manager.next_batch(self.lineage)
-        assert batch is not None
+        assert isinstance(batch, TokenBatch)
         return batch
 
 
@@ -220,7 +221,12 @@ async def test_running_call_changes_nothing_when_its_trainer_is_superseded(
     number = 100 if last else 1
     await manager.begin_update(0, number)
     engine.set_weights(PolicyVersion(0, number))
-    late = asyncio.create_task(manager.end_update(0, number, [engine.engine_id], True))
+
+    async def verification() -> None:
+        await manager.end_update(0, number, [engine.engine_id], True)
+        await manager.verification_samples(0, number)
+
+    late = asyncio.create_task(verification())
     await verifying.wait()
     await manager.attach(ResumePoint(1, 0, parent=0))
     proceed.set()
@@ -237,6 +243,7 @@ LATE: dict[str, Callable[[RolloutManager], Any]] = {
     "drop_batch": lambda manager: manager.drop_batch(0, 0, "nonfinite"),
     "begin_update": lambda manager: manager.begin_update(0, 1),
     "end_update": lambda manager: manager.end_update(0, 1, ["engine0"], False),
+    "verification_samples": lambda manager: manager.verification_samples(0, 1),
     "verify_update": lambda manager: manager.verify_update(0, 1, None, False),
     "evaluate": lambda manager: manager.evaluate(0, 0),
     "position": lambda manager: manager.position(0),
@@ -300,7 +307,7 @@ async def test_wait_for_a_batch_ends_at_once_when_its_session_ends(
     manager = Trainer(tmp_path, settings("async")).manager
     await manager.start()
     await manager.attach(ResumePoint(0))
-    assert await manager.next_batch(0) is None
+    assert await manager.next_batch(0) is TrainerTask.SEND_WEIGHTS
     # Without this, `next_batch` would return without waiting for a batch.
     manager._driver._stale.clear()
     late = asyncio.create_task(manager.next_batch(0))

@@ -23,6 +23,7 @@ from megatron_async.engines.interface import (
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import ResumePoint
+from megatron_async.rollout.messages import TrainerTask
 from megatron_async.trajectory.types import DropReason, Prompt, TrajectoryState
 from tests.rollout.short_limits import ModelEngines, config_of, in_service, trainer_of
 from tests.rollout.stand_ins import Fixed, trajectories_in
@@ -174,7 +175,7 @@ async def test_prompt_is_dropped_when_engine_after_engine_dies_on_it(
 
     trainer = await trainer_of_dying_engines(tmp_path, Dying).started()
     for step in range(12):
-        while await trainer.manager.next_batch(0) is None:
+        while await trainer.manager.next_batch(0) is TrainerTask.SEND_WEIGHTS:
             await trainer.publish(0, step)
         await trainer.publish(0, step + 1)
     up, warnings = in_service(trainer)
@@ -199,7 +200,7 @@ async def test_no_prompt_is_dropped_when_engines_die_on_every_prompt(
     await trainer.publish(0, 1)
     with pytest.raises(ComponentFailure, match="no inference engine is left"):
         for step in itertools.count(1):
-            while await trainer.manager.next_batch(0) is None:
+            while await trainer.manager.next_batch(0) is TrainerTask.SEND_WEIGHTS:
                 await trainer.publish(0, step)
             await trainer.publish(0, step + 1)
     assert len(trainer.engines.all) == 2 * 9

@@ -14,6 +14,8 @@ from megatron_async.engines.interface import PauseMode
 from megatron_async.engines.simulated.engine import SimulatedEngine
 from megatron_async.errors import UserError
 from megatron_async.rollout.manager import ResumePoint
+from megatron_async.rollout.messages import TrainerTask
+from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion
 from tests.rollout.stand_ins import MODEL, Engines, manager_of, trainer_logprobs
 
@@ -102,7 +104,8 @@ class Run:
         for engine in self.engines:
             engine.set_weights(PolicyVersion(0, number))
         ids = [address.engine_id for address in addresses]
-        samples = await self.manager.end_update(0, number, ids, self.verify)
+        assert await self.manager.end_update(0, number, ids, self.verify), "it must wait"
+        samples = await self.manager.verification_samples(0, number)
         logprobs_T = None
         if samples is not None:
             assert self.all_have(frozenset({"weights"})), "the trainer is computing"
@@ -123,7 +126,7 @@ async def test_engines_are_offloaded_whenever_the_trainer_works(
     for step in range(3):
         assert it.all_have(ALL)
         batch = await it.manager.next_batch(0)
-        assert batch is not None and batch.step == step
+        assert isinstance(batch, TokenBatch) and batch.step == step
         assert it.all_have(frozenset()), "the trainer is training"
         await it.manager.position(0)
         await it.publish(step + 1)
@@ -157,10 +160,10 @@ async def test_restarted_engine_is_offloaded_with_the_others_before_an_update(
         await asyncio.sleep(0.01)
     del it.launcher.all[1]
     batch = await it.manager.next_batch(0)
-    if batch is None:  # The restarted engine was reported before the batch.
+    if batch is TrainerTask.SEND_WEIGHTS:  # The restarted engine was reported before the batch.
         await it.publish(0)
         batch = await it.manager.next_batch(0)
-    assert batch is not None
+    assert isinstance(batch, TokenBatch)
     assert it.all_have(frozenset())
     await it.publish(1)
     assert it.all_have(ALL)

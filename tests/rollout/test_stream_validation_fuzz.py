@@ -32,6 +32,7 @@ from megatron_async.errors import ProcessKilled
 from megatron_async.rollout.manager import ResumePoint, UpdateReport
 from megatron_async.store.reader import StoreReader
 from megatron_async.store.store import TrajectoryStore
+from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.token_checks import find_invalid_token
 from megatron_async.trajectory.types import DropReason, PolicyVersion, Trajectory
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError
@@ -216,7 +217,8 @@ class SendingTrainer(Trainer):
                     engine for engine in receivers if engine.engine_id not in error.engine_ids
                 ]
         ids = [engine.engine_id for engine in receivers]
-        batch = await self.manager.end_update(lineage, number, ids, True)
+        await self.manager.end_update(lineage, number, ids, True)
+        batch = await self.manager.verification_samples(lineage, number)
         logprobs = None if batch is None else trainer_logprobs(batch)
         return await self.manager.verify_update(lineage, number, logprobs, True)
 
@@ -271,7 +273,7 @@ def test_run_continues_and_stores_only_valid_tokens_when_messages_are_corrupt(
         step = 0
         while change.incomplete:
             batch = await trainer.manager.next_batch(0)
-            if batch is not None:
+            if isinstance(batch, TokenBatch):
                 assert batch.step == step
                 step += 1
             sent.add(PolicyVersion(0, step))

@@ -18,6 +18,7 @@ from megatron_async.engines.interface import GenerationRequest, TokenChunk
 from megatron_async.engines.simulated.engine import SimulatedEngine
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import ResumePoint, UpdateReport
+from megatron_async.rollout.messages import TrainerTask
 from megatron_async.rollout.probe import ProbeSample
 from megatron_async.rollout.weight_checks import WeightChecks
 from megatron_async.trajectory.batch import TokenBatch
@@ -116,7 +117,8 @@ class Run:
         for engine in self.engines.now.values():
             engine.set_weights(PolicyVersion(0, number), f"weights {number}")
         ids = [address.engine_id for address in addresses]
-        return await self.manager.end_update(0, number, ids, True)
+        await self.manager.end_update(0, number, ids, True)
+        return await self.manager.verification_samples(0, number)
 
     async def train(self, steps: int) -> int:
         """Train `steps` steps as the trainer's loop does; return the number of published
@@ -126,7 +128,7 @@ class Run:
         await self.publish(0)
         done, published = 0, 1
         while done < steps:
-            if await self.manager.next_batch(0) is not None:
+            if isinstance(await self.manager.next_batch(0), TokenBatch):
                 done += 1
             await self.publish(done)
             published += 1
@@ -240,8 +242,7 @@ async def test_tokens_are_stored_when_their_engine_is_verified(tmp_path: Path, p
     assert it.manager.status()["tokens"] == 0
     assert samples is not None
     await it.manager.verify_update(0, 0, trainer_logprobs(samples), True)
-    batch = await it.manager.next_batch(0)
-    assert batch is not None
+    assert isinstance(await it.manager.next_batch(0), TokenBatch)
     await it.manager.stop()
     tokens = stored(tmp_path)
     assert len(tokens) >= 12 and max(error for _, error in tokens) < 1e-6
@@ -262,7 +263,7 @@ async def test_no_token_is_stored_when_its_engine_fails_its_check(
     )
     it = await Run(tmp_path, config, WrongEngines("probe", [0])).started()
     await it.publish(0)
-    assert await it.manager.next_batch(0) is not None
+    assert isinstance(await it.manager.next_batch(0), TokenBatch)
     engine = it.engines.now[0]
     assert isinstance(engine, WrongEngine)
     engine._times, engine.first_wrong = 2, 1
@@ -277,9 +278,9 @@ async def test_no_token_is_stored_when_its_engine_fails_its_check(
     while it.engines.now[0] is engine:
         await asyncio.sleep(0.01)
     for step in (1, 2):
-        while (batch := await it.manager.next_batch(0)) is None:
+        while (batch := await it.manager.next_batch(0)) is TrainerTask.SEND_WEIGHTS:
             await it.publish(step)
-        assert batch.step == step
+        assert isinstance(batch, TokenBatch) and batch.step == step
         await it.publish(step + 1)
     assert it.up == ["engine0.1"]
     await it.manager.stop()

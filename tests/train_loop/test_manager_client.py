@@ -118,6 +118,7 @@ CALLS: dict[str, Callable[[RolloutLink], Any]] = {
     "drop_batch": lambda link: link.drop_batch(4, "nonfinite"),
     "begin_update": lambda link: link.begin_update(4),
     "end_update": lambda link: link.end_update(4, ["engine0"], False),
+    "verification_samples": lambda link: link.verification_samples(4),
     "verify_update": lambda link: link.verify_update(4, None, False),
     "evaluate": lambda link: link.evaluate(4),
     "position": lambda link: link.position(),

@@ -46,7 +46,7 @@ def test_train_loop_stop_ends_within_the_estimated_stop_seconds(
     config = settings(model, {"steps": 8, "checkpoint": checkpoint})
     stop, stop_times = StopRequest(), []
     directory = tmp_path / "checkpoints"
-    monkeypatch.setattr(TrainLoop, "_publish", lambda loop: SimpleNamespace())
+    monkeypatch.setattr(TrainLoop, "_publish", lambda *_, **__: None)
     monkeypatch.setattr(TrainLoop, "_write", lambda *_: None)
 
     with single_process(), trainer_session(config) as trainer:

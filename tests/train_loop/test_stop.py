@@ -75,7 +75,7 @@ class Loop:
         self._trainer = trainer
 
     def run(self) -> bool:
-        def step(loop: Any, batch: object, waited: float) -> None:
+        def step(loop: Any, batch: object) -> None:
             self._trainer.step += 1
             if self._trainer.step == loop.config.steps:
                 loop._evaluate(self._trainer.step)
@@ -84,7 +84,7 @@ class Loop:
         from megatron_async.train_loop.loop import TrainLoop
 
         with (
-            mock.patch.object(TrainLoop, "_publish", lambda loop: None),
+            mock.patch.object(TrainLoop, "_publish", lambda *_, **__: None),
             mock.patch.object(TrainLoop, "_step", step),
         ):
             return self.loop.run()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from megatron_async.rollout.evaluate import Evaluation
-from megatron_async.rollout.messages import UpdateReport
 from megatron_async.train_loop.loop import TrainLoop
 from megatron_async.trainer.step import StepReport
 from tests.trainer.cases import ragged_batch
@@ -28,11 +27,13 @@ def loop_with(metrics: SimpleNamespace) -> Any:
     )
 
 
-def written(update: UpdateReport) -> dict[str, float]:
+def written(update: dict[str, float]) -> dict[str, float]:
     lines: list[dict[str, float]] = []
     loop = loop_with(SimpleNamespace(write=lambda _step, values: lines.append(values)))
     report = StepReport(1, 0.5, 1.0, 1e-3, 1, 0, False, None, 40, 30, 2, 1.0)
-    loop._write(ragged_batch(), report, update, {})
+    loop._update_metrics |= update
+    loop._write(ragged_batch(), report)
+    assert loop._update_metrics == {}, "the next step would repeat them"
     [line] = lines
     return line
 
@@ -40,9 +41,9 @@ def written(update: UpdateReport) -> dict[str, float]:
 def test_step_line_has_probe_errors_only_when_weights_were_verified() -> None:
     """Steps whose update was not verified have a gap in the curve of probe errors."""
     errors = {f"weights/probe_{name}": value for name, value in ERRORS.items()}
-    line = written(UpdateReport(errors, passed=True, evaluation_due=False))
+    line = written(errors)
     assert {name: line[name] for name in errors} == errors
-    without = written(UpdateReport({}, passed=True, evaluation_due=False))
+    without = written({})
     assert not [name for name in without if name.startswith("weights/probe")]
 
 
