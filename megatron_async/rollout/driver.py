@@ -315,6 +315,13 @@ class RolloutDriver:
             if (tracked := self._tracked_engines.get(engine_id)) is not None:
                 tracked.accept()
 
+    def abandon_verification(self) -> None:
+        """Mark engines whose newest version is not verified as stale, because it will not be
+        verified any more; their tokens of this version are discarded."""
+        for tracked in list(self._tracked_engines.values()):
+            if tracked.unverified:
+                self.engine_stale(tracked.engine_id, "its newest weights were not verified")
+
     def end_update(self, version: PolicyVersion, engine_ids: Sequence[str]) -> None:
         """Make `version` the current version and let the engines in `engine_ids`, which have loaded
         it, serve requests.

@@ -343,7 +343,8 @@ class RolloutManager:
         """Wait until engines are ready to receive the weights of version `number`; return the
         addresses of the engines that must receive them."""
         session, version = self._session_of(lineage), PolicyVersion(lineage, number)
-        self._abandon_verification()
+        if self._abandon_verification():
+            session.driver.abandon_verification()
         await session.evaluations.suspend()
         engines = await session.driver.begin_update(version)
         self._check_current(session)
@@ -467,12 +468,13 @@ class RolloutManager:
             raise ComponentFailure(f"cannot verify {version}: end_update was not called for it")
         return update
 
-    def _abandon_verification(self) -> None:
-        """Stop a verification that its trainer has not completed; the tokens that wait for it are
-        discarded."""
+    def _abandon_verification(self) -> bool:
+        """Stop the sampling for a verification that its trainer has not completed; return whether
+        there was one."""
         update, self._update = self._update, None
         if update is not None:
             update.sampling.cancel()
+        return update is not None
 
     async def verification_samples(self, lineage: int, number: int) -> TokenBatch | None:
         """Wait until the engines have sampled tokens with version `number`; return these tokens,

@@ -91,6 +91,11 @@ class TrackedEngine:
             self._verified.clear()
             self.suspend(_CHECK)
 
+    @property
+    def unverified(self) -> bool:
+        """Whether tokens of the version that was last sent to this engine are held back."""
+        return self._expected is not None and self._expected not in self._accepted
+
     def accept(self) -> None:
         """Accept tokens of the version that was last sent to this engine, because the version is
         verified."""
@@ -112,7 +117,7 @@ class TrackedEngine:
     async def wait_accepted(self, version: PolicyVersion) -> bool:
         """Wait until `version` is verified on this engine, so that tokens it generated with
         `version` are accepted. Return False if that will never happen."""
-        if version == self._expected and version not in self._accepted:
+        if version == self._expected and self.unverified:
             await self._verified.wait()
         return version in self._accepted
 

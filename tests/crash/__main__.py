@@ -2,6 +2,7 @@
 
 `python -m tests.crash --engine simulated --kills 200 --seed 1 [--episodes | --agents]
 [--cluster ray] [--out FILE]`
+`python -m tests.crash --engine sglang --kills 50 --during-verification`
 
 Each run is `megatron-async train` with a tiny model. The command kills single processes of the run
 and its whole process tree, lets the run continue to its end, and then checks every trajectory and
@@ -26,6 +27,7 @@ from typing import Any
 
 from tests.crash.checks import CHECKS, audit, tokens_lost
 from tests.crash.episodes import repeats, went_on
+from tests.crash.ledger import SLOW_VARIABLE
 from tests.crash.run import (
     PARTS,
     PARTS_OF_EPISODES,
@@ -45,6 +47,9 @@ PRESETS = ("copris", "pipeline", "async")
 _IMPATIENT = 0.15
 _LONGEST_DELAY_SECONDS = 1.5
 _KILLS_OF_A_RUN = 17
+# With --during-verification, each verification is delayed by so many seconds, and each kill comes
+# within this time.
+_VERIFICATION_SECONDS = 1.0
 
 
 @dataclass
@@ -73,8 +78,13 @@ def plan_of_kills(rng: random.Random, kills: int, parts: Iterator[Target]) -> li
     return [*plan, "tree"]
 
 
-def one_run(run: RunUnderFire, plan: list[Target], account: Account) -> None:
+def one_run(
+    run: RunUnderFire, plan: list[Target], account: Account, during_verification: bool = False
+) -> None:
     """Start a run, kill the targets of `plan`, let the run end, and add the result to `account`.
+
+    With `during_verification`, each kill comes while an update of the engines' weights is not
+    verified yet and the trainer trains or waits for a batch.
 
     Failures and broken promises are recorded in `account.broken`.
     """
@@ -82,7 +92,11 @@ def one_run(run: RunUnderFire, plan: list[Target], account: Account) -> None:
     try:
         run.start()
         for number, target in enumerate(plan):
-            time.sleep(rng.uniform(0, _LONGEST_DELAY_SECONDS))
+            if during_verification:
+                run.wait_for_verification()
+                time.sleep(rng.uniform(0, _VERIFICATION_SECONDS / 2))
+            else:
+                time.sleep(rng.uniform(0, _LONGEST_DELAY_SECONDS))
             if number < len(plan) - 1:
                 run.kill(target, patient=rng.random() > _IMPATIENT)
         run.last_life(steps=2)
@@ -163,6 +177,11 @@ def main(arguments: list[str]) -> int:
         "--episodes", action="store_true", help="train on episodes of an environment"
     )
     played.add_argument("--agents", action="store_true", help="train on episodes of an agent")
+    parser.add_argument(
+        "--during-verification",
+        action="store_true",
+        help="kill only while an update of the engines' weights is not verified yet",
+    )
     parser.add_argument("--out", type=Path, default=None, help="file to write the table to")
     parser.add_argument(
         "--keep", type=Path, default=None, help="directory in which the runs are kept"
@@ -189,7 +208,10 @@ def main(arguments: list[str]) -> int:
             changes["cluster"] = parsed.cluster
             config = configuration(preset, parsed.engine, root, name, changes)
             run = RunUnderFire(config, random.Random(rng.random()))
-            one_run(run, plan_of_kills(run.rng, count, parts), accounts[preset])
+            if parsed.during_verification:
+                run.environment[SLOW_VARIABLE] = str(_VERIFICATION_SECONDS)
+            plan = plan_of_kills(run.rng, count, parts)
+            one_run(run, plan, accounts[preset], parsed.during_verification)
             left, number = left - count, number + 1
             done = sum(len(k) for a in accounts.values() for k in a.kills.values())
             broken = sum(len(a.broken) for a in accounts.values())
@@ -212,6 +234,8 @@ def report(parsed: argparse.Namespace, accounts: dict[str, Account], seconds: fl
         command += " --episodes"
     if parsed.agents:
         command += " --agents"
+    if parsed.during_verification:
+        command += " --during-verification"
     if parsed.preset is not None:
         command += f" --preset {parsed.preset}"
     if parsed.cluster != "local":

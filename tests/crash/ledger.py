@@ -17,6 +17,12 @@ trained.jsonl: every attach, batch and drop as the trainer saw it:
     {"batch": 12, "lineage": 3, "ids": [96, 97, ...], "responses": [[5, 6], ...], "lag": 1}
     {"dropped": 12, "lineage": 3}
 
+verifications.jsonl: start and end of every verification of weights for which the trainer does not
+wait:
+
+    {"unverified": 12, "lineage": 3}
+    {"verified": 12, "lineage": 3}
+
 calls.jsonl: every call that an environment received; the environment itself writes it
 (`noted_environment.py`).
 
@@ -35,6 +41,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 import uuid
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -90,6 +97,11 @@ def note_batches(module: ModuleType) -> None:
         return NotingLink(placed_link(*arguments), Path(os.environ[RUN_VARIABLE]))
 
     module.RemoteLink = noting_link  # type: ignore[attr-defined]
+
+
+SLOW_VARIABLE: Final = "CRASH_TEST_VERIFICATION_SECONDS"
+"""Name of the environment variable that contains the seconds by which each of these verifications
+is delayed."""
 
 
 class Account:
@@ -153,6 +165,8 @@ class NotingLink:
         self._link = link
         self._lineage = 0
         self._account = Account(ledger_file(run, "trained"))
+        self._verifications = Account(ledger_file(run, "verifications"))
+        self._delay_seconds = float(os.environ.get(SLOW_VARIABLE, "0"))
 
     def attach(self, resume: ResumePoint) -> None:
         self._lineage = resume.lineage
@@ -178,6 +192,21 @@ class NotingLink:
                 lag=int(batch.lag_T[batch.loss_mask_T > 0].max(initial=0)),
             )
         return batch
+
+    def end_update(self, number: int, engine_ids: list[str], verify: bool) -> bool:
+        at_once = self._link.end_update(number, engine_ids, verify)
+        if not at_once:
+            self._verifications.add(unverified=number, lineage=self._lineage)
+        return at_once
+
+    def verification_samples(self, number: int) -> TokenBatch | None:
+        time.sleep(self._delay_seconds)
+        return self._link.verification_samples(number)
+
+    def verify_update(self, number: int, *rest: Any) -> Any:
+        report = self._link.verify_update(number, *rest)
+        self._verifications.add(verified=number, lineage=self._lineage)
+        return report
 
     def drop_batch(self, step: int, reason: str) -> None:
         self._account.add(dropped=step, lineage=self._lineage)

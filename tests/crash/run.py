@@ -318,6 +318,22 @@ class RunUnderFire:
 
     # ------------------------------------------------------------ progress
 
+    def wait_for_verification(self) -> None:
+        """Wait until the run starts a verification for which its trainer does not wait.
+
+        Raises:
+            RunFailed: None starts within the limit.
+        """
+        file = ledger_file(self.directory.path, "verifications")
+
+        def lines() -> list[bytes]:
+            return file.read_bytes().splitlines() if file.exists() else []
+
+        seen = len(lines())
+        self._wait(
+            lambda: len(lines()) > seen and b"unverified" in lines()[-1], "start of a verification"
+        )
+
     def step(self) -> int:
         """Return the number of optimizer steps of the surviving lineage so far."""
         lines = read_metrics(self.directory.metrics_file)

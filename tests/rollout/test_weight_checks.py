@@ -147,6 +147,13 @@ def restarting(engines: int) -> RunConfig:
     )
 
 
+def never_idle(preset: str) -> RunConfig:
+    """Return settings with which engines generate although the trainer takes no batch."""
+    config = settings(preset)
+    changes = {"max_waiting_batches": 100, "max_async_level": None}
+    return config.model_copy(update={"schedule": config.schedule.model_copy(update=changes)})
+
+
 @pytest.mark.parametrize("lie", ["probe", "version"])
 async def test_engine_serves_after_a_repeated_update_when_it_fails_one_check(
     tmp_path: Path, lie: str
@@ -253,14 +260,7 @@ async def test_no_token_is_stored_when_its_engine_fails_its_check(
     tmp_path: Path, preset: str
 ) -> None:
     """In the middle of a run, the version before was right, and its tokens are kept."""
-    config = settings(preset)
-    never_idle = {"max_waiting_batches": 100, "max_async_level": None}
-    config = config.model_copy(
-        update={
-            "engines": restarting(1).engines,
-            "schedule": config.schedule.model_copy(update=never_idle),
-        }
-    )
+    config = never_idle(preset).model_copy(update={"engines": restarting(1).engines})
     it = await Run(tmp_path, config, WrongEngines("probe", [0])).started()
     await it.publish(0)
     assert isinstance(await it.manager.next_batch(0), TokenBatch)
@@ -286,6 +286,102 @@ async def test_no_token_is_stored_when_its_engine_fails_its_check(
     await it.manager.stop()
     tokens = stored(tmp_path)
     assert len(tokens) > 20 and max(error for _, error in tokens) < 1e-6
+
+
+class SlowSamples(WrongEngine):
+    """Engine whose checksum, which precedes its samples, takes until `proceed` is set."""
+
+    proceed: asyncio.Event
+
+    async def checksum(self) -> str:
+        await self.proceed.wait()
+        return await super().checksum()
+
+
+async def next_version(it: Run) -> asyncio.Event:
+    """Send version 1 to the engine without waiting for its samples; return the event that lets the
+    engine continue."""
+    addresses = await it.manager.begin_update(0, 1)
+    engine = it.engines.now[0]
+    engine.set_weights(PolicyVersion(0, 1), "weights 1")
+    engine.__class__ = SlowSamples
+    assert isinstance(engine, SlowSamples)
+    engine.proceed = asyncio.Event()
+    assert not await it.manager.end_update(0, 1, [a.engine_id for a in addresses], True)
+    return engine.proceed
+
+
+@pytest.mark.parametrize("preset", ["pipeline", "async"])
+async def test_batch_is_returned_when_it_is_ready_before_the_samples(
+    tmp_path: Path, preset: str
+) -> None:
+    it = await Run(tmp_path, never_idle(preset), WrongEngines("nothing", [])).started()
+    await it.publish(0)
+    assert isinstance(await it.manager.next_batch(0), TokenBatch)
+    while not it.manager._driver._batches.qsize():
+        await asyncio.sleep(0.001)
+    proceed = await next_version(it)
+    assert isinstance(await it.manager.next_batch(0), TokenBatch)
+    # Responses that were complete before the update are still scored and trained on.
+    while True:
+        waiting = asyncio.create_task(it.manager.next_batch(0))
+        await asyncio.wait([waiting], timeout=0.2)
+        if not waiting.done():
+            break
+        batch = waiting.result()
+        assert isinstance(batch, TokenBatch), "the updated engine must not get the weights again"
+    proceed.set()
+    assert await waiting is TrainerTask.VERIFY
+    assert await it.manager.next_batch(0) is TrainerTask.VERIFY, "it is not verified yet"
+    samples = await it.manager.verification_samples(0, 1)
+    assert samples is not None
+    report = await it.manager.verify_update(0, 1, trainer_logprobs(samples), True)
+    assert report.passed
+    assert isinstance(await it.manager.next_batch(0), TokenBatch)
+    await it.manager.stop()
+
+
+async def test_engine_that_dies_before_its_verification_gets_the_next_version(
+    tmp_path: Path,
+) -> None:
+    it = await Run(tmp_path, restarting(2), WrongEngines("nothing", [])).started()
+    await it.publish(0)
+    samples = await it.send(1)
+    assert samples is not None
+    dead = it.engines.now[0]
+    dead.crash()
+    while it.engines.now[0] is dead:
+        await asyncio.sleep(0.01)
+    report = await it.manager.verify_update(0, 1, trainer_logprobs(samples), True)
+    assert not report.passed and it.up == ["engine1.1"]
+    while await it.manager.next_batch(0) is not TrainerTask.SEND_WEIGHTS:
+        pass
+    report = await it.publish(2)
+    assert report.passed and it.up == ["engine1.1", "engine0.2"]
+    await it.manager.stop()
+
+
+async def test_tokens_are_discarded_when_their_verification_is_abandoned(tmp_path: Path) -> None:
+    """The trainer starts the next update although it has not verified this one."""
+    it = await Run(tmp_path, never_idle("pipeline"), WrongEngines("nothing", [])).started()
+    await it.publish(0)
+    assert isinstance(await it.manager.next_batch(0), TokenBatch)
+    assert await it.send(1) is not None
+    engine = it.engines.now[0]
+    generated = engine.tokens_generated
+    while engine.tokens_generated < generated + 4:
+        await asyncio.sleep(0.001)
+    await it.publish(2)
+    tokens = it.manager.status()["tokens"]
+    while it.manager.status()["tokens"] < tokens + 8:
+        await asyncio.sleep(0.001)
+    await it.manager.stop()
+    versions = {
+        segment.version.number
+        for trajectory in trajectories_in(tmp_path).values()
+        for segment in trajectory.segments
+    }
+    assert 1 not in versions and 2 in versions
 
 
 async def test_abort_waits_when_the_verification_of_an_engine_is_slow(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@ process.
 
 `test_gradient_parity.py` compares gradients of RL steps at every layout with autograd. This module
 adds a step of supervised fine-tuning in which one data-parallel rank has no sequence, metrics,
-several steps, and skipped steps. Gradients are derived from one step of Adam in its linear regime
-(see `cases.LINEAR_ADAM`).
+several steps, skipped steps, and a forward pass between a gradient and its application. Gradients
+are derived from one step of Adam in its linear regime (see `cases.LINEAR_ADAM`).
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ def measure(model_dir: Path, changes: dict[str, Any]) -> dict[str, Any]:
     changes = {**changes, "optimizer": optimizer, "sft": {"optimizer": optimizer}}
     config = settings(model_dir, changes)
     found: dict[str, Any] = {"poisoned": poisoned_steps(config)}
+    found["undisturbed"] = weights_after_forward_passes(config, passes=0)
+    found["disturbed"] = weights_after_forward_passes(config, passes=2)
     with trainer_session(config, purpose="sft") as trainer:
         found["logprobs"] = trainer.compute_logprobs(ragged_batch())
         before = weights(trainer)
@@ -75,6 +77,20 @@ def measure(model_dir: Path, changes: dict[str, Any]) -> dict[str, Any]:
     with trainer_session(settings(model_dir, small_changes), purpose="sft") as trainer:
         found["losses"] = [trainer.train_sft(ragged_batch(step)).loss for step in (0, 0, 1)]
     return found
+
+
+def weights_after_forward_passes(config: RunConfig, passes: int) -> dict[str, Any]:
+    """Return the weights after two updates of one batch. Before each update, when its gradient is
+    complete, compute the log-probs of another batch `passes` times."""
+    schedule = config.schedule.model_copy(update={"updates_per_batch": 2})
+    with trainer_session(config.model_copy(update={"schedule": schedule})) as trainer:
+
+        def before_update() -> None:
+            found = [trainer.compute_logprobs(ragged_batch(1)) for _ in range(passes)]
+            assert all(logprobs_T.min() < -1 for logprobs_T in found)
+
+        trainer.train_batch(ragged_batch(), before_update)
+        return weights(trainer)
 
 
 def poisoned_steps(config: RunConfig) -> tuple[bool, bool, bool]:
@@ -136,6 +152,18 @@ def test_step_metrics_are_equal_at_every_layout(
     assert measured.keys() == reference.keys()
     for name, value in reference.items():
         assert measured[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_forward_pass_between_gradient_and_update_changes_no_bit(
+    layout: str, double: list[Measured]
+) -> None:
+    """The trainer verifies weights at this point."""
+    for rank in double:
+        found = rank[layout]
+        assert found["disturbed"].keys() == found["undisturbed"].keys()
+        for name, tensor in found["undisturbed"].items():
+            assert tensor.equal(found["disturbed"][name]), name
 
 
 def test_step_that_is_not_finite_on_one_rank_is_skipped_on_all(double: list[Measured]) -> None:
