@@ -289,7 +289,7 @@ class RunConfig(Settings):
         """Whether training waits for evaluations during training (`eval.blocking`)."""
         if self.eval.blocking is not None:
             return self.eval.blocking
-        return self.schedule.boundary == "drain" or self.engines.placement == "colocated"
+        return self.schedule.waits_for_trainer or self.engines.placement == "colocated"
 
     @property
     def resolved_schedule(self) -> ScheduleConfig:
@@ -318,6 +318,12 @@ class RunConfig(Settings):
             )
         self._check_simulated_engines()
         self._check_colocated()
+        if self.schedule.boundary == "pause" and not self.evaluates_blocking:
+            raise ValueError(
+                "eval.blocking is false and schedule.boundary is pause; engines are paused while "
+                "the trainer works and could not generate for an evaluation. Set eval.blocking: "
+                "true."
+            )
         self._check_episodes()
         if self.task.kind == "seeds" and not self.has_episodes:
             raise ValueError(
@@ -357,6 +363,12 @@ class RunConfig(Settings):
     def _check_colocated(self) -> None:
         if self.engines.placement != "colocated":
             return
+        if self.schedule.boundary == "pause":
+            raise ValueError(
+                "engines.placement is colocated and schedule.boundary is pause; paused requests "
+                "keep their KV cache on the GPUs, and the trainer needs this memory. Set "
+                "schedule.boundary: abort."
+            )
         needed = {
             "schedule.overlap": (self.schedule.overlap, False),
             "weights.transport": (self.weights.transport, "tensor"),

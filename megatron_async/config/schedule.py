@@ -37,9 +37,11 @@ class ScheduleConfig(Settings):
     """When new groups start. `continuous`: whenever fewer requests are in flight than `concurrency`
     allows. `batch`: only as many as the current batch needs (times `oversample`); groups of the
     next batch start after it is complete."""
-    boundary: Literal["drain", "abort", "continue"] = "abort"
+    boundary: Literal["drain", "abort", "continue", "pause"] = "abort"
     """Action when a batch is complete. `drain` waits for all running requests, `abort` ends them
-    early and keeps their tokens, `continue` lets them run."""
+    early and keeps their tokens, `continue` lets them run. `pause` pauses them with their KV cache
+    until the next weights are loaded; it needs `overlap: false`, `weight_update: in_flight` and
+    `kv: keep`."""
     weight_update: Literal["boundary", "in_flight"] = "boundary"
     """Time of a weight update. `boundary`: weights change while no request runs. `in_flight`:
     engines are paused for the transfer, and running requests continue with the new weights."""
@@ -84,6 +86,12 @@ class ScheduleConfig(Settings):
         which older weights have computed."""
         return self.weight_update == "in_flight" and self.kv == "keep"
 
+    @property
+    def waits_for_trainer(self) -> bool:
+        """Whether engines generate nothing while the trainer works on a batch, so that evaluations
+        cannot run meanwhile either."""
+        return self.boundary in ("drain", "pause")
+
     def check(self) -> None:
         if isinstance(self.concurrency, int) and self.concurrency < 1:
             raise ValueError(f"concurrency must be at least 1, got {self.concurrency}")
@@ -103,4 +111,11 @@ class ScheduleConfig(Settings):
             raise ValueError(
                 "boundary: continue with overlap: true requires weight_update: in_flight, got "
                 "boundary"
+            )
+        if self.boundary == "pause" and (self.overlap or not self.in_place):
+            raise ValueError(
+                "schedule.boundary is pause, which keeps running requests on paused engines while "
+                "the trainer works; it requires overlap: false, weight_update: in_flight and kv: "
+                f"keep, got overlap: {str(self.overlap).lower()}, weight_update: "
+                f"{self.weight_update} and kv: {self.kv}"
             )

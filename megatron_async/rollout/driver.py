@@ -57,6 +57,8 @@ class RolloutDriver:
         background: Background tasks of the driver and its first failure.
         lost_engines: Queue of (engine id, reason) of engines that were taken out of service.
         statistics: Counters and warnings of the rollout side.
+        sampling: Task in which engines sample tokens for a verification that the trainer has not
+            completed yet; None if there is none.
     """
 
     def __init__(
@@ -95,6 +97,8 @@ class RolloutDriver:
         self._batches: asyncio.Queue[TokenBatch] = asyncio.Queue()
         self._update_allowed: dict[int, asyncio.Event] = {}
         self._stale = asyncio.Event()
+        self._need_engines: set[asyncio.Task[Any]] = set()
+        self.sampling: asyncio.Task[Any] | None = None
         self._closed = False
         self._quiesced = False
         self.background = BackgroundTasks(self.describe)
@@ -241,23 +245,20 @@ class RolloutDriver:
 
     # ------------------------------------------------------------ calls by the trainer
 
-    async def next_batch(
-        self, timeout: float, sampling: asyncio.Task[Any] | None = None
-    ) -> TokenBatch | TrainerTask:
+    async def next_batch(self, timeout: float) -> TokenBatch | TrainerTask:
         """Wait for the next batch and return it, or return what the trainer must do first.
 
-        While engines sample tokens for a verification, stale engines do not end the wait, because
-        some of them may be engines that have just received the current weights.
+        If `sampling` ends before a batch is ready, the trainer must verify the weights first. Until
+        then stale engines do not end the wait, because some of them may be engines that have just
+        received the current weights.
 
         Args:
             timeout: Longest wait in seconds.
-            sampling: Task that samples tokens for a verification that the trainer has not completed
-                yet; None if there is none. If it ends before a batch is ready, the trainer must
-                verify first.
 
         Raises:
             ComponentFailure: The rollout side has failed, or no batch came in time.
         """
+        sampling = self.sampling
         task = TrainerTask.SEND_WEIGHTS if sampling is None else TrainerTask.VERIFY
         if sampling is not None and sampling.done():
             return task
@@ -318,6 +319,7 @@ class RolloutDriver:
     def abandon_verification(self) -> None:
         """Mark engines whose newest version is not verified as stale, because it will not be
         verified any more; their tokens of this version are discarded."""
+        self.sampling = None
         for tracked in list(self._tracked_engines.values()):
             if tracked.unverified:
                 self.engine_stale(tracked.engine_id, "its newest weights were not verified")
@@ -456,6 +458,15 @@ class RolloutDriver:
             case ev.PauseEngines() | ev.AllowUpdate() | ev.ResumeEngines():
                 self._control.put_nowait(action)
 
+    def need_engines(self, task: asyncio.Task[Any]) -> None:
+        """Do not pause engines before `task`, which uses them, has ended.
+
+        The trainer waits for such a task. Without this rule, `boundary: pause` could pause the
+        engines until the trainer's next update, which would never come.
+        """
+        self._need_engines.add(task)
+        task.add_done_callback(self._need_engines.discard)
+
     async def _control_loop(self) -> None:
         while True:
             await self._control_engines(await self._control.get())
@@ -464,6 +475,8 @@ class RolloutDriver:
         up = [tracked.client for tracked in self._tracked_engines.values() if tracked.up]
         match action:
             case ev.PauseEngines():
+                while self._need_engines:
+                    await asyncio.wait(self._need_engines)
                 await self.ask(up, lambda engine: engine.pause(action.mode))
             case ev.ResumeEngines():
                 await self.ask(up, lambda engine: engine.resume())

@@ -315,8 +315,7 @@ class RolloutManager:
         """
         session = self._session_of(lineage)
         driver, limit = session.driver, self._config.trainer.wait_for_batch_seconds
-        update = self._update
-        batch = await driver.next_batch(limit, None if update is None else update.sampling)
+        batch = await driver.next_batch(limit)
         self._check_current(session)
         if batch is TrainerTask.VERIFY:
             return batch
@@ -395,6 +394,8 @@ class RolloutManager:
             self._sample(session, set(engine_ids), version, verify)
         )
         self._update = _PendingUpdate(version, sampling)
+        session.driver.sampling = sampling
+        session.driver.need_engines(sampling)
         at_once = (
             not verify
             or self._devices.shared
@@ -521,7 +522,7 @@ class RolloutManager:
         """
         session, version = self._session_of(lineage), PolicyVersion(lineage, number)
         update = await self._sampled(session, self._pending(version).sampling)
-        self._update = None
+        self._update = session.driver.sampling = None
         last = number >= self._config.steps
         await self._devices.onload(self._driver.engines())
         outcome, metrics = self._checks.check_ratios(
@@ -579,7 +580,11 @@ class RolloutManager:
                 failed or took too long.
         """
         session, version = self._session_of(lineage), PolicyVersion(lineage, number)
-        await session.evaluations.evaluate_blocking(version, self._loaded)
+        evaluation = asyncio.ensure_future(
+            session.evaluations.evaluate_blocking(version, self._loaded)
+        )
+        session.driver.need_engines(evaluation)
+        await evaluation
         self._check_current(session)
         if number >= self._config.steps:
             await self._devices.offload(self._driver.engines())

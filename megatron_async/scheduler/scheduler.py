@@ -293,6 +293,7 @@ class Scheduler:
             if not self._life.emit_batch(size, out):
                 continue
             self._untaken.append(step)
+            out.extend(self._gate.batch_emitted())
             if self.config.boundary == "abort" and not self.config.overlap:
                 self._life.abort_all(out)
 

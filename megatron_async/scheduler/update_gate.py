@@ -2,8 +2,9 @@
 
 Invariants
 - `AllowUpdate` is emitted once for each requested update. With `weight_update: in_flight`,
-  `PauseEngines` is emitted directly before it. `AllowUpdate` is emitted only when no request runs,
-  except if `weight_update: in_flight` is combined with `boundary: continue`.
+  `PauseEngines` is emitted before it: directly before, or with `boundary: pause` when the batch is
+  emitted. `AllowUpdate` is emitted only when no request runs, except if `weight_update: in_flight`
+  is combined with `boundary: continue` or `boundary: pause`.
 - From the request of an update to its publication nothing is submitted (`closed`).
 - `ResumeEngines` follows the publication exactly when `PauseEngines` was emitted before it.
 """
@@ -29,7 +30,9 @@ class UpdateGate:
 
     def __init__(self, config: ScheduleConfig) -> None:
         self._pauses = config.weight_update == "in_flight"
-        self._needs_idle = not (self._pauses and config.boundary == "continue")
+        self._pauses_at_batch = config.boundary == "pause"
+        self._needs_idle = not (self._pauses and config.boundary in ("continue", "pause"))
+        self._paused = False
         self._mode: PauseEngines = PauseEngines("in_place" if config.in_place else "retract")
         self._phase = Phase.SERVING
         self._number = -1
@@ -46,6 +49,15 @@ class UpdateGate:
         self._phase = Phase.PREPARING
         self._number = number
 
+    def batch_emitted(self) -> list[Action]:
+        """Return `PauseEngines` if running requests are paused when a batch is emitted."""
+        return self._pause() if self._pauses_at_batch else []
+
+    def _pause(self) -> list[Action]:
+        """Return `PauseEngines`, or nothing if the engines are paused already."""
+        was_paused, self._paused = self._paused, True
+        return [] if was_paused else [self._mode]
+
     def ready(self, in_flight: int) -> list[Action]:
         """Return the actions that start the requested transfer of weights, or none if it may not
         start now.
@@ -56,10 +68,10 @@ class UpdateGate:
             return []
         self._phase = Phase.UPDATING
         allow = AllowUpdate(self._number)
-        return [self._mode, allow] if self._pauses else [allow]
+        return [*self._pause(), allow] if self._pauses else [allow]
 
     def published(self) -> list[Action]:
         """Record that the engines have new weights; return `ResumeEngines` if they were paused."""
-        was_paused = self._pauses and self._phase is Phase.UPDATING
+        was_paused, self._paused = self._paused, False
         self._phase = Phase.SERVING
         return [ResumeEngines()] if was_paused else []

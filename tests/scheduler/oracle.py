@@ -271,7 +271,11 @@ class Oracle:
                     assert not self.exhausted, "prompts were requested from an exhausted source"
                     self.prompts_outstanding = action.count
                 case ev.PauseEngines():
-                    assert self.update is not None and self.config.weight_update == "in_flight"
+                    assert self.config.weight_update == "in_flight" and not self.paused
+                    if self.config.boundary == "pause":
+                        assert self.next_step > self.version.number, "no batch was emitted"
+                    else:
+                        assert self.update is not None
                     assert action.mode == ("in_place" if self.config.kv == "keep" else "retract"), (
                         action
                     )
@@ -460,8 +464,10 @@ class Oracle:
     def _allow(self, action: ev.AllowUpdate, previous: ev.Action | None) -> None:
         assert action.number == self.update and not self.allowed, action
         if self.config.weight_update == "in_flight":
-            assert isinstance(previous, ev.PauseEngines), "an update was allowed without a pause"
-        if self.config.weight_update == "boundary" or self.config.boundary != "continue":
+            assert self.paused, "an update was allowed without a pause"
+            at_batch = self.config.boundary == "pause"
+            assert at_batch or isinstance(previous, ev.PauseEngines), "the pause was too early"
+        if self.config.weight_update == "boundary" or self.config.boundary in ("drain", "abort"):
             assert not self.running(), "an update was allowed while requests run"
         self.allowed = True
 
@@ -484,6 +490,8 @@ class Oracle:
                     assert fresh or leaving, f"stale trajectory {t.trajectory_id} is kept"
         emitted = not config.overlap and self.next_step > self.version.number
         preparing = self.update is not None and not self.allowed
+        if emitted and config.boundary == "pause":
+            assert self.paused, "engines continue although a batch was emitted"
         if (emitted or preparing) and config.boundary == "abort":
             assert all(t.aborted for t in self.running()), (
                 "early termination left a request running"

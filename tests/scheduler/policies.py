@@ -56,7 +56,7 @@ def composed() -> st.SearchStrategy[ScheduleConfig]:
         {
             **sizes,
             "refill": st.sampled_from(["continuous", "batch"]),
-            "boundary": st.sampled_from(["drain", "abort", "continue"]),
+            "boundary": st.sampled_from(["drain", "abort", "continue", "pause"]),
             "weight_update": st.sampled_from(["boundary", "in_flight"]),
             "kv": st.sampled_from(["keep", "recompute"]),
             "max_async_level": st.one_of(st.none(), st.integers(0, 3)),

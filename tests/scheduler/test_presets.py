@@ -84,6 +84,17 @@ class TestPipeline:
         emitted = run.publish(1)
         assert emitted[0] == ev.ResumeEngines()
 
+    def test_boundary_pause_pauses_engines_from_the_batch_to_the_publication(self) -> None:
+        run = Script("pipeline", kv="keep", boundary="pause", overlap=False)
+        run.prompts(3)
+        emitted = run.finish(0, 1, 10, 11)
+        assert emitted[-2:] == [ev.EmitBatch(0, (0, 1)), ev.PauseEngines("in_place")]
+        assert not run.of(ev.Abort) and run.scheduler.view().in_flight == 2
+        assert run.send(ev.BatchTaken(0)) == []
+        assert run.send(ev.UpdateRequested(1)) == [ev.AllowUpdate(1)]
+        assert run.publish(1)[0] == ev.ResumeEngines()
+        assert run.of(ev.PauseEngines) == [ev.PauseEngines("in_place")]
+
     def test_drop_oldest_drops_the_oldest_group_when_too_many_wait(self) -> None:
         run = Script("pipeline", max_waiting_batches=1, overflow="drop_oldest")
         run.prompts(3)
