@@ -412,10 +412,24 @@ PANELS: Final[tuple[Panel | DrawnByFunction, ...]] = (
         "bars",
     ),
     Panel(
+        "Waiting of trainer and rollout side",
+        "s",
+        (
+            ("trainer waits for a batch", "time/wait_for_batch"),
+            ("free requests wait for the trainer", "rollout/wait_for_trainer_seconds"),
+        ),
+        "both are near 0; the side that waits less is the bottleneck",
+    ),
+    Panel(
         "Lag",
         "policy versions",
-        (("mean over trained tokens", "rollout/lag_mean"), ("largest", "rollout/lag_max")),
-        "low and steady",
+        (
+            ("mean over trained tokens", "rollout/lag_mean"),
+            ("before the group is complete", "rollout/lag_before_queue_mean"),
+            ("from then until training", "rollout/lag_in_queue_mean"),
+            ("largest", "rollout/lag_max"),
+        ),
+        "low and steady; its part until training shrinks with a faster trainer or shorter queue",
     ),
     Panel(
         "Trained tokens by lag",

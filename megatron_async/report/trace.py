@@ -24,6 +24,11 @@ from megatron_async.telemetry.metrics import TRAINER_PHASES
 _TRAINER, _SCHEDULER, _SCORERS, _ENVIRONMENTS, _FIRST_ENGINE = 1, 2, 3, 4, 10
 _CONTROL_LANE: Final = 0
 _PAUSE_LANE: Final = 9999
+_FACTS_OF_STEP: Final = (
+    ("lag before the queue", "rollout/lag_before_queue_mean"),
+    ("lag in the queue", "rollout/lag_in_queue_mean"),
+    ("seconds in which free requests waited for the trainer", "rollout/wait_for_trainer_seconds"),
+)
 _SHORTEST_GAP: Final = 0.01
 """Shortest time without any request, in seconds, that is shown as an idle span of an engine."""
 
@@ -293,7 +298,8 @@ class Trace:
             if begin < since:
                 continue
             step = int(line["step"])
-            self._span(f"step {step}", _TRAINER, 1, begin, line["time"])
+            facts = {label: line[name] for label, name in _FACTS_OF_STEP if name in line}
+            self._span(f"step {step}", _TRAINER, 1, begin, line["time"], facts)
             for phase, name in TRAINER_PHASES:
                 end = begin + line.get(name, 0.0)
                 if end > begin:

@@ -215,7 +215,7 @@ class Admission:
             found = find_invalid_token(token_ids, logprobs, self._vocabulary)
             if found is not None:
                 self._store.drop(trajectory.trajectory_id, DropReason.NONFINITE)
-                self._statistics.dropped(DropReason.NONFINITE)
+                self._statistics.dropped(trajectory.trajectory_id, DropReason.NONFINITE)
                 self._statistics.warned(
                     "untrainable",
                     f"dropped trajectory {trajectory.trajectory_id}, which is stored but cannot be "
@@ -256,7 +256,7 @@ class Admission:
     def _drop(self, group: Group, longest: int) -> None:
         for trajectory in group.trajectories:
             self._store.drop(trajectory.trajectory_id, DropReason.REFUSED)
-            self._statistics.dropped(DropReason.REFUSED)
+            self._statistics.dropped(trajectory.trajectory_id, DropReason.REFUSED)
         self.failures.too_long += 1
         in_row = self.failures.too_long
         why = (

@@ -416,6 +416,7 @@ class RolloutDriver:
             actions = self._scheduler.step(event)
         else:
             actions = self._recorder.step(self._scheduler, event)
+        self.statistics.trainer_awaited(self._scheduler.waits_for_trainer)
         if self._quiesced:
             return
         for action in actions:
@@ -445,7 +446,7 @@ class RolloutDriver:
             case ev.Drop():
                 self._episodes.forget(action.trajectory_id)
                 self._store.drop(action.trajectory_id, action.reason)
-                self.statistics.dropped(action.reason)
+                self.statistics.dropped(action.trajectory_id, action.reason)
                 if action.reason is DropReason.FILTERED:
                     self._admission.filtered(self._scheduler.complete_groups)
                 for waiting in self._scoring.dropped(action.trajectory_id):
@@ -486,6 +487,7 @@ class RolloutDriver:
     # ------------------------------------------------------------ prompts, rewards, batches
 
     def _reward_ready(self, trajectory_id: int, reward: float | None) -> None:
+        self.statistics.rewarded(trajectory_id, self._version.number)
         regenerate = self._config.task.on_scorer_timeout == "regenerate"
         self._feed(ev.RewardReady(trajectory_id, reward, regenerate))
 

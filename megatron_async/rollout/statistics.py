@@ -6,6 +6,10 @@ Invariants
 - A metric without a measurement is left out of a batch, for instance KV usage before the first load
   report of an engine, and the seconds per score if nothing was scored.
 - Times are wall-clock seconds of the driver's process.
+- The lag of a token has two parts. The part before the queue lasts until its group is complete, and
+  the part in the queue from then until the group is trained. Both count policy versions that
+  engines have loaded. A group that was complete when this process started counts as completed under
+  the version of the start, so the versions before belong to the part before the queue.
 - Generation time is the time in which requests may run. It stops when a weight update starts, and
   without `overlap` already when a batch is emitted. It continues when the update has ended.
 """
@@ -49,6 +53,8 @@ class RolloutCounts:
         slot_seconds: Sum, over all requests, of the generation time in which the request was
             running, in seconds.
         paused: Seconds in which weight updates stopped generation.
+        waiting: Seconds in which requests could run that only the trainer's progress permits
+            (`Scheduler.waits_for_trainer`).
         preemptions: Requests that engines moved back into their queue.
         scores: Scored responses.
         score_seconds: Sum of the seconds that each score took.
@@ -68,6 +74,7 @@ class RolloutCounts:
     generating: float = 0.0
     slot_seconds: float = 0.0
     paused: float = 0.0
+    waiting: float = 0.0
     preemptions: int = 0
     scores: int = 0
     score_seconds: float = 0.0
@@ -100,6 +107,7 @@ class RolloutStatistics:
         *,
         overlap: bool,
         trained: SamplesTrained | None = None,
+        version: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start counting now.
@@ -108,11 +116,15 @@ class RolloutStatistics:
             overlap: Whether generation continues while the trainer works on a batch.
             trained: Number of trajectories that were trained in each step of earlier sessions, for
                 the lag in samples; None if there was no step.
+            version: Number of the policy version that engines serve at the start.
             clock: Function that returns the time in seconds.
         """
         self._overlap = overlap
         self._trained = trained or SamplesTrained()
         self._clock = clock
+        self._first_version = version
+        self._rewarded: dict[int, int] = {}
+        self._waiting = False
         self.counts = RolloutCounts(clock())
         self._at_last_batch = self._at_last_rate = deepcopy(self.counts)
         self.warnings: dict[str, str] = {}
@@ -140,6 +152,20 @@ class RolloutStatistics:
         if self._generating:
             self.counts.generating += passed
             self.counts.slot_seconds += self._running * passed
+        if self._waiting:
+            self.counts.waiting += passed
+
+    def trainer_awaited(self, waits: bool) -> None:
+        """Record whether from now on requests could run that only the trainer's progress
+        permits."""
+        if waits is not self._waiting:
+            self._count_time()
+            self._waiting = waits
+
+    def rewarded(self, trajectory_id: int, version: int) -> None:
+        """Record that a trajectory gets its reward while engines serve policy number `version`. Its
+        group is complete when its last trajectory gets a reward."""
+        self._rewarded[trajectory_id] = version
 
     def generated(self, count: int) -> None:
         """Count `count` tokens that arrived from an engine."""
@@ -183,9 +209,10 @@ class RolloutStatistics:
             self.counts.faults[metric] += int(detail.get(part, 0))
         self.counts.cost += sum(v for name, v in detail.items() if name.rpartition(".")[2] == COST)
 
-    def dropped(self, reason: str) -> None:
+    def dropped(self, trajectory_id: int, reason: str) -> None:
         """Count one trajectory that was dropped for `reason`."""
         self.counts.dropped[reason] += 1
+        self._rewarded.pop(trajectory_id, None)
 
     def batch_dropped(self, step: int, reason: str, trajectories: int) -> None:
         """Count the trajectories of the batch of `step` as dropped, and do not count them as
@@ -269,7 +296,8 @@ class RolloutStatistics:
             "rollout/slots_busy_share": news.slot_seconds / (self._peak_running * generating),
             "rollout/seconds_since_last_batch": max(news.seconds, 1e-9),
             "rollout/update_pause_seconds": news.paused,
-            **of_batch(batch, lag_samples_E),
+            "rollout/wait_for_trainer_seconds": news.waiting,
+            **of_batch(batch, lag_samples_E, self._completed(batch)),
             "rollout/preemptions": float(news.preemptions),
             "rollout/score_queue": float(self._unscored),
             "rollout/score_queue_max": float(self._longest_queue),
@@ -310,6 +338,19 @@ class RolloutStatistics:
         self._peak_running = min(self._peak_running, max(view.concurrency, self._running))
         return metrics
 
+    def _completed(self, batch: TokenBatch) -> npt.NDArray[np.int64]:
+        """Return, for each sequence of a batch, the policy number that engines served when its
+        group was completed, [S]; forget the rewards of the batch."""
+        first = self._first_version
+        numbers = batch.trajectory_ids_S.tolist()
+        rewarded_S = np.array([self._rewarded.get(number, first) for number in numbers], np.int64)
+        for number in numbers:
+            self._rewarded.pop(number, None)
+        groups, group_S = np.unique(batch.group_ids_S, return_inverse=True)
+        completed = np.full(len(groups), first)
+        np.maximum.at(completed, group_S, rewarded_S)
+        return completed[group_S]
+
 
 def statistics_of(
     schedule: ScheduleConfig, first_step: int, batch_sizes: Mapping[int, int]
@@ -321,7 +362,7 @@ def statistics_of(
     """
     usual = schedule.groups_per_batch * schedule.group_size
     trained = SamplesTrained(first_step, usual, batch_sizes)
-    return RolloutStatistics(overlap=schedule.overlap, trained=trained)
+    return RolloutStatistics(overlap=schedule.overlap, trained=trained, version=first_step)
 
 
 def _of_episodes(news: RolloutCounts, view: SchedulerView) -> dict[str, float]:
@@ -338,7 +379,11 @@ def _of_episodes(news: RolloutCounts, view: SchedulerView) -> dict[str, float]:
     }
 
 
-def of_batch(batch: TokenBatch, lag_samples_E: npt.NDArray[np.int64]) -> dict[str, float]:
+def of_batch(
+    batch: TokenBatch,
+    lag_samples_E: npt.NDArray[np.int64],
+    completed_S: npt.NDArray[np.int64],
+) -> dict[str, float]:
     """Return metrics of the trajectories in a batch: numbers, rewards, lengths and lag.
 
     An episode counts once for rewards and shares, however many branches it has.
@@ -346,9 +391,13 @@ def of_batch(batch: TokenBatch, lag_samples_E: npt.NDArray[np.int64]) -> dict[st
     Args:
         lag_samples_E: Lag of each trajectory in samples: number of trajectories that were trained
             between the policy version of its oldest trained token and this batch.
+        completed_S: Policy number that engines served when the group of each sequence was
+            completed.
     """
     lengths_S = batch.lengths_S() - batch.prompt_lengths_S
-    lag = batch.lag_T[batch.loss_mask_T > 0]
+    trained_T = batch.loss_mask_T > 0
+    lag = batch.lag_T[trained_T]
+    in_queue = np.repeat(batch.step - completed_S, batch.lengths_S())[trained_T]
     first_E = batch.first_E
     rewards_E = batch.rewards_S[first_E]
     return {
@@ -359,6 +408,8 @@ def of_batch(batch: TokenBatch, lag_samples_E: npt.NDArray[np.int64]) -> dict[st
         "rollout/truncated_share": float(batch.truncated_S[first_E].mean()),
         "rollout/resumed_share": float(batch.resumed_S[first_E].mean()),
         "rollout/lag_mean": float(lag.mean()) if lag.size else 0.0,
+        "rollout/lag_before_queue_mean": float((lag - in_queue).mean()) if lag.size else 0.0,
+        "rollout/lag_in_queue_mean": float(in_queue.mean()) if lag.size else 0.0,
         "rollout/lag_max": float(lag.max(initial=0)),
         "rollout/off_policy_token_share": float(np.mean(lag > 0)) if lag.size else 0.0,
         "rollout/lag_samples_mean": float(lag_samples_E.mean()) if len(lag_samples_E) else 0.0,

@@ -114,6 +114,29 @@ class Scheduler:
         """Number of groups that have all their scores and wait for a batch."""
         return self._life.ready.count
 
+    @property
+    def waits_for_trainer(self) -> bool:
+        """Whether requests could run that only the trainer's progress permits.
+
+        Three conditions hold: a request is free, or for episodes an environment; no weight update
+        is under way; and a batch is emitted whose version is not published yet. Until then, nothing
+        is submitted without `overlap`. With `overlap`, the staleness bound or complete groups that
+        fill `max_waiting_batches` prevent the start of new groups.
+        """
+        life = self._life
+        if self._version.number >= life.lag.next_step or self._gate.closed:
+            return False
+        if self.config.open_episodes is not None:
+            free = self._open_limit - life.open_episodes
+        else:
+            free = self._free_slots()
+        if free <= 0 or not self.config.overlap:
+            return free > 0
+        limit = self._open_groups_in_bound()
+        if limit is not None and life.open_groups >= limit:
+            return True
+        return self._backpressure_cause() is warnings.Cause.TRAINER
+
     def view(self) -> SchedulerView:
         """Return the counts that metrics show. The cost is linear in the number of trajectories."""
         life, counts = self._life, self._life.counts
@@ -415,15 +438,20 @@ class Scheduler:
         self._warnings.new_groups(cause)
         if cause is not None:
             return 0
-        batch = config.groups_per_batch
-        oversampled = math.ceil(batch * config.oversample)
-        limits = []
-        if config.max_async_level is not None:
-            batches = self._version.number + config.max_async_level + 1 - life.lag.next_step
-            limits.append((batches - 1) * batch + oversampled if batches > 0 else 0)
+        in_bound = self._open_groups_in_bound()
+        limits = [] if in_bound is None else [in_bound]
         if config.refill == "batch":
-            limits.append(oversampled)
+            limits.append(math.ceil(config.groups_per_batch * config.oversample))
         return max(0, min(limits) - life.open_groups) if limits else None
+
+    def _open_groups_in_bound(self) -> int | None:
+        """Return how many groups the staleness bound permits to be open; None without a bound."""
+        config, batch = self.config, self.config.groups_per_batch
+        if config.max_async_level is None:
+            return None
+        batches = self._version.number + config.max_async_level + 1 - self._life.lag.next_step
+        oversampled = math.ceil(batch * config.oversample)
+        return (batches - 1) * batch + oversampled if batches > 0 else 0
 
     def _backpressure_cause(self) -> warnings.Cause | None:
         """Return why finished groups fill `max_waiting_batches`, so that no new group may start:

@@ -49,12 +49,14 @@ class Response(SimulatedRequest):
         call: Number of calls to the environment and of restarts so far. If it has changed since a
             call was made, the reply to the call belongs to the time before a restart and is
             ignored.
+        rewarded: Policy number that engines served when the trajectory got its reward.
     """
 
     reward: float = 0.0
     plan: list[SimulatedTurn] = field(default_factory=list)
     turn: int = -1
     call: int = 0
+    rewarded: int = 0
 
     def restart(self) -> None:
         """Discard all tokens of the trajectory, so that it starts again from its prompt."""

@@ -7,6 +7,9 @@ Invariants
 - The lag of a trained token is the step that trains it minus the policy version that generated it.
   The lag in samples of a trajectory is the number of trajectories in the batches a to n - 1, where
   a is the oldest policy version of its trained tokens and n its batch (`trajectory.sample_lag`).
+- The part of a lag in the queue is n minus the policy version that engines served when the group
+  was completed, that is, when its last trajectory got a reward. The rest is the part before the
+  queue.
 """
 
 import itertools
@@ -47,6 +50,7 @@ class BatchLag:
         step: Number of the training step.
         tokens: Number of trained tokens.
         lag_sum: Sum of the lags of the trained tokens, in policy versions.
+        queue_sum: Sum of the parts of these lags in the queue.
         lag_max: Largest lag of a trained token.
         off_policy: Number of trained tokens whose lag is not 0.
         trajectories: Number of trajectories with trained tokens.
@@ -57,6 +61,7 @@ class BatchLag:
     step: int
     tokens: int
     lag_sum: float
+    queue_sum: float
     lag_max: int
     off_policy: int
     trajectories: int
@@ -74,6 +79,8 @@ class _Mark:
         concurrency: Number of requests in flight that the scheduler aims at (N').
         engines: Sums of the counters of all engines.
         wasted: Number of tokens of dropped and restarted trajectories so far.
+        waiting: Seconds so far in which requests could run that only the trainer's progress
+            permits.
     """
 
     at: float
@@ -81,6 +88,7 @@ class _Mark:
     concurrency: int
     engines: EngineCounters
     wasted: int
+    waiting: float
 
 
 @dataclass(frozen=True)
@@ -96,12 +104,16 @@ class Summary:
         engine_idle: Share of the time in which engines neither decode nor prefill. Weight transfers
             count as idle. On GPUs shared with the trainer, only the time outside training counts.
         trainer_idle: Share of the time in which the trainer waits for a batch.
+        rollout_waits: Share of the time in which requests could run that only the trainer's
+            progress permits (`Scheduler.waits_for_trainer`).
         gpu_idle: Share of the time of all GPUs without decode, prefill or training.
         slots_busy: Mean number of requests in the engines' decode batches while engines are busy,
             as a share of the number of requests in flight that the scheduler aims at (N').
         kv_full: Share of the engines' busy time in which requests wait for space in the KV cache.
         concurrency: Number of requests in flight (N') at the end.
         lag_mean: Mean lag of trained tokens, in policy versions.
+        lag_before_queue: The part of `lag_mean` until the groups were complete.
+        lag_in_queue: The part of `lag_mean` from then until training.
         lag_max: Largest lag of a trained token.
         lag_samples_mean: Mean lag in samples of the trained trajectories.
         lag_samples_max: Largest lag in samples.
@@ -125,11 +137,14 @@ class Summary:
     tokens_per_second: float
     engine_idle: float
     trainer_idle: float
+    rollout_waits: float
     gpu_idle: float
     slots_busy: float
     kv_full: float
     concurrency: int
     lag_mean: float
+    lag_before_queue: float
+    lag_in_queue: float
     lag_max: int
     lag_samples_mean: float
     lag_samples_max: int
@@ -150,6 +165,7 @@ class Statistics:
         self._engines = engines
         self._reported_preemptions = dict.fromkeys((engine.engine_id for engine in engines), 0)
         self._wasted = 0
+        self.waiting_seconds = 0.0
         self._trained = SamplesTrained()
         self.dropped: Counter[str] = Counter()
         self.warnings: dict[str, str] = {}
@@ -169,12 +185,20 @@ class Statistics:
         """Count `tokens` generated tokens of a dropped or restarted trajectory."""
         self._wasted += tokens
 
-    def batch(self, step: int, versions: Sequence[Tokens], mask_before: int | None) -> None:
+    def batch(
+        self,
+        step: int,
+        versions: Sequence[Tokens],
+        completed: Sequence[int],
+        mask_before: int | None,
+    ) -> None:
         """Record the lags of an emitted batch.
 
         Args:
             step: Number of the training step.
             versions: For each trajectory, its tokens by policy version.
+            completed: For each trajectory, the policy number that engines served when its group was
+                completed.
             mask_before: Tokens of policy versions before this one are not trained; None if all are
                 trained.
         """
@@ -186,7 +210,13 @@ class Statistics:
             tokens[lag] = tokens.get(lag, 0) + count
         total = sum(tokens.values())
         lag_sum = float(sum(lag * count for lag, count in tokens.items()))
-        of_tokens = (total, lag_sum, max(tokens, default=0), total - tokens.get(0, 0))
+        queue_sum = float(
+            sum(
+                (step - number) * sum(count for _, count in spans)
+                for number, spans in zip(completed, versions, strict=True)
+            )
+        )
+        of_tokens = (total, lag_sum, queue_sum, max(tokens, default=0), total - tokens.get(0, 0))
         # Versions never decrease within a trajectory, so its first trained span has the oldest one.
         samples = [self._trained.between(spans[0][0], step) for spans in versions if spans]
         of_samples = (len(samples), sum(samples), max(samples, default=0))
@@ -202,7 +232,8 @@ class Statistics:
         for item in fields(EngineCounters):
             values = (getattr(engine.counters, item.name) for engine in self._engines)
             setattr(totals, item.name, sum(values))
-        self.marks.append(_Mark(at, update_seconds, concurrency, totals, self._wasted))
+        counted = (totals, self._wasted, self.waiting_seconds)
+        self.marks.append(_Mark(at, update_seconds, concurrency, *counted))
 
     def summary(self, warmup: int, *, engine_gpus: int, trainer_gpus: int, shared: bool) -> Summary:
         """Summarize the training steps after the first `warmup` steps.
@@ -237,6 +268,8 @@ class Statistics:
             gpu_busy = (busy * engine_gpus + trained * trainer_gpus) / (wall * both)
         slots = counters["slot_seconds"] / (max(busy, 1e-12) * end.concurrency)
         tokens = sum(lag.tokens for lag in lags)
+        lag_mean = sum(lag.lag_sum for lag in lags) / max(1, tokens)
+        lag_in_queue = sum(lag.queue_sum for lag in lags) / max(1, tokens)
         recomputed = {
             name: counters[f"{name}_prefill"] / generated
             for name in ("resumed", "preempted", "updated")
@@ -249,11 +282,14 @@ class Statistics:
             tokens_per_second=tokens / wall,
             engine_idle=1 - busy / generating,
             trainer_idle=waited / wall,
+            rollout_waits=(end.waiting - start.waiting) / wall,
             gpu_idle=1 - gpu_busy,
             slots_busy=min(1.0, slots),
             kv_full=counters["full_seconds"] / max(counters["busy_seconds"], 1e-12),
             concurrency=end.concurrency,
-            lag_mean=sum(lag.lag_sum for lag in lags) / max(1, tokens),
+            lag_mean=lag_mean,
+            lag_before_queue=lag_mean - lag_in_queue,
+            lag_in_queue=lag_in_queue,
             lag_max=max((lag.lag_max for lag in lags), default=0),
             lag_samples_mean=sum(lag.samples_sum for lag in lags)
             / max(1, sum(lag.trajectories for lag in lags)),

@@ -207,6 +207,8 @@ class World:
                 f"training or environment is pending; {self.scheduler.view()}"
             )
         when, _, action, arguments = heapq.heappop(self._agenda)
+        if self.scheduler.waits_for_trainer:
+            self.statistics.waiting_seconds += when - self.now
         self.now = when
         action(*arguments)
 
@@ -322,8 +324,9 @@ class World:
 
     def _scored(self, trajectory_id: int) -> None:
         self._pending -= 1
-        reward = self._responses[trajectory_id].reward
-        self._events.append(ev.RewardReady(trajectory_id, reward))
+        response = self._responses[trajectory_id]
+        response.rewarded = self._version
+        self._events.append(ev.RewardReady(trajectory_id, response.reward))
         self._start_scores(self._scorers.ended(self.now))
 
     def _restart(self, action: ev.Restart) -> None:
@@ -361,12 +364,14 @@ class World:
 
     def _emit(self, action: ev.EmitBatch) -> None:
         size = self._schedule.group_size
-        responses = [
-            self._responses.pop(trajectory_id)
-            for group_id in action.group_ids
-            for trajectory_id in range(group_id * size, (group_id + 1) * size)
+        groups = [
+            [self._responses.pop(number) for number in range(first * size, (first + 1) * size)]
+            for first in action.group_ids
         ]
-        self.statistics.batch(action.step, [r.written for r in responses], action.mask_before)
+        responses = [response for group in groups for response in group]
+        completed = [max(r.rewarded for r in group) for group in groups for _ in group]
+        written = [response.written for response in responses]
+        self.statistics.batch(action.step, written, completed, action.mask_before)
         self._batches.append((action.step, [r.prompt + r.tokens for r in responses]))
         self._train_next()
 

@@ -102,6 +102,7 @@ def test_trace_ends_requests_when_their_engine_is_lost() -> None:
 def test_trace_shows_the_trainers_phases_one_after_another() -> None:
     trace = Trace()
     line = {"time": 100.0, "step": 3.0, "time/wait_for_batch": 2.0, "time/train": 3.0}
+    line["rollout/lag_in_queue_mean"] = 0.5
     trace.add_trainer([{**line, "time": 50.0}, line], since=80.0)
     written = trace.finish()
     jsonschema.validate(written, SCHEMA)
@@ -110,6 +111,8 @@ def test_trace_shows_the_trainers_phases_one_after_another() -> None:
         "waiting for a batch": (0.0, 2.0),
         "training": (2.0, 5.0),
     }
+    [facts] = [e["args"] for e in written["traceEvents"] if e["name"] == "step 3"]
+    assert facts == {"lag in the queue": 0.5}
 
 
 def assert_lanes_nest(events: list[dict[str, Any]]) -> None:

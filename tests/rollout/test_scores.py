@@ -197,6 +197,8 @@ async def test_lag_stays_bounded_when_scores_are_slow(tmp_path: Path, preset: st
         scorer.step = step
         metrics = (await trainer.batch()).extra_metrics
         lags.append(metrics["rollout/lag_max"])
+        parts = [metrics[f"rollout/lag_{part}_queue_mean"] for part in ("before", "in")]
+        assert sum(parts) == pytest.approx(metrics["rollout/lag_mean"]) and min(parts) >= 0
         queues.append(metrics["rollout/score_queue_max"])
         waited.append(metrics.get("rollout/score_seconds", 0.0))
         report = await trainer.publish(0, step + 1)

@@ -19,6 +19,7 @@ from megatron_async.scheduler.counts import SchedulerView
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.scoring.autoscale import ScorerCount
 from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.sample_lag import SamplesTrained
 from megatron_async.trajectory.types import PolicyVersion
 
 
@@ -167,3 +168,46 @@ def test_environment_metrics_count_since_the_batch_before() -> None:
     second = metrics_of(statistics, batch(1), view())
     assert (second["rollout/turns_mean"], second["rollout/turns_max"]) == (0, 0)
     assert second["rollout/environment_seconds_max"] == 0.2
+
+
+def test_lag_is_split_at_the_version_under_which_the_group_was_completed() -> None:
+    """Batch 7 has group 0, whose trajectories 0 and 1 got rewards under versions 4 and 6, and group
+    1, which was complete when the process started with version 3."""
+    trained = SamplesTrained(7, 3, {})
+    statistics = RolloutStatistics(overlap=True, trained=trained, version=3, clock=Clock())
+    statistics.rewarded(0, 4)
+    statistics.rewarded(1, 5)
+    statistics.rewarded(1, 6)  # Trajectory 1 was generated again, after a failure of its scorer.
+    version_T = np.array([-1, 2, -1, 5, -1, 1, 1], np.int32)
+    trained_T = version_T >= 0
+    packed = replace(
+        batch(7),
+        token_ids_T=np.zeros(7, np.int32),
+        loss_mask_T=trained_T.astype(np.float32),
+        version_T=version_T,
+        lag_T=np.where(trained_T, 7 - version_T, 0).astype(np.int32),
+        cu_seqlens_S1=np.array([0, 2, 4, 7], np.int32),
+        rewards_S=np.ones(3, np.float32),
+        group_ids_S=np.array([0, 0, 1]),
+        trajectory_ids_S=np.array([0, 1, 2]),
+        prompt_lengths_S=np.ones(3, np.int32),
+        truncated_S=np.zeros(3, np.bool_),
+        resumed_S=np.zeros(3, np.bool_),
+    )
+    metrics = metrics_of(statistics, packed, view())
+    assert metrics["rollout/lag_mean"] == pytest.approx((5 + 2 + 6 + 6) / 4)
+    assert metrics["rollout/lag_in_queue_mean"] == pytest.approx((1 + 1 + 4 + 4) / 4)
+    assert metrics["rollout/lag_before_queue_mean"] == pytest.approx((4 + 1 + 2 + 2) / 4)
+    assert not statistics._rewarded, "rewards of trained trajectories are kept for ever"
+
+
+def test_waiting_for_the_trainer_counts_only_while_it_is_awaited() -> None:
+    clock = Clock()
+    statistics = RolloutStatistics(overlap=True, clock=clock)
+    seconds = []
+    for step, (waits, passed) in enumerate([(False, 2.0), (True, 3.0), (True, 4.0), (False, 5.0)]):
+        statistics.trainer_awaited(waits)
+        clock.now += passed
+        metrics = metrics_of(statistics, batch(step), view())
+        seconds.append(metrics["rollout/wait_for_trainer_seconds"])
+    assert seconds == pytest.approx([0.0, 3.0, 4.0, 0.0])

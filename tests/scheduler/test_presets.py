@@ -202,3 +202,46 @@ def test_aborted_request_without_tokens_gets_the_version_of_its_next_start() -> 
     run.send(ev.UpdateRequested(2))
     run.publish(2)
     assert run.submitted() == [10, 11]
+
+
+class TestWaitsForTrainer:
+    """Tests of `Scheduler.waits_for_trainer`, which metrics show as time."""
+
+    def test_sync_waits_for_the_trainer_from_the_batch_until_the_update(self) -> None:
+        run = Script("sync")
+        run.prompts(2)
+        run.finish(0, 1, 10)
+        assert not run.scheduler.waits_for_trainer, "the slots are free, but a response is missing"
+        run.finish(11)
+        assert run.scheduler.waits_for_trainer
+        run.send(ev.UpdateRequested(1))
+        assert not run.scheduler.waits_for_trainer, "a weight update counts as a pause"
+        run.publish(1)
+        assert not run.scheduler.waits_for_trainer
+
+    def test_pipeline_waits_for_the_trainer_only_under_back_pressure(self) -> None:
+        run = Script("pipeline", max_waiting_batches=1)
+        run.prompts(3)
+        run.finish(0, 1, 10, 11)
+        assert run.scheduler.waits_for_trainer, "the trainer has not taken its batch"
+        run.send(ev.BatchTaken(0))
+        assert not run.scheduler.waits_for_trainer
+        run.prompts(3)
+        run.finish(20, 21, 30, 31)
+        assert run.scheduler.waits_for_trainer
+        run.publish(1)
+        assert run.scheduler.waits_for_trainer, "batch 1 waits for the trainer"
+        run.send(ev.BatchTaken(1))
+        assert not run.scheduler.waits_for_trainer
+
+    def test_async_waits_for_the_trainer_when_open_groups_fill_the_bound(self) -> None:
+        run = Script("async", max_async_level=1)
+        run.prompts(3)
+        run.finish(0, 1)
+        assert not run.scheduler.waits_for_trainer, "no batch waits for training"
+        run.finish(10, 11)
+        run.prompts(1)
+        run.finish(20, 21)
+        assert run.scheduler.waits_for_trainer
+        run.publish(1)
+        assert not run.scheduler.waits_for_trainer

@@ -109,9 +109,43 @@ def test_statistics_exclude_masked_tokens_from_lag() -> None:
     whole, masked = Statistics([]), Statistics([])
     for step in range(5):
         for statistics in (whole, masked):
-            statistics.batch(step, [[(step, 1)]], None)
+            statistics.batch(step, [[(step, 1)]], [step], None)
     written = [[(3, 10), (5, 20)], [(4, 1)], [(3, 7)]]
-    whole.batch(5, written, None)
-    masked.batch(5, written, 4)
-    assert whole.lags[-1] == BatchLag(5, 38, 35.0, 2, 18, 3, 5, 2)
-    assert masked.lags[-1] == BatchLag(5, 21, 1.0, 1, 1, 2, 1, 1)
+    whole.batch(5, written, [5, 4, 4], None)
+    masked.batch(5, written, [5, 4, 4], 4)
+    assert whole.lags[-1] == BatchLag(5, 38, 35.0, 8.0, 2, 18, 3, 5, 2)
+    assert masked.lags[-1] == BatchLag(5, 21, 1.0, 1.0, 1, 1, 2, 1, 1)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_lag_before_and_in_queue_are_parts_of_the_lag(preset: str) -> None:
+    summary = simulate(config(preset))
+    parts = (summary.lag_before_queue, summary.lag_in_queue)
+    assert sum(parts) == pytest.approx(summary.lag_mean)
+    assert min(parts) >= 0
+    assert (min(parts) > 0) == (preset in ("copris", "pipeline", "async"))
+
+
+def test_the_side_that_is_slower_does_not_wait() -> None:
+    """With a fast trainer only the trainer waits, and with a slow one only the rollout side."""
+    fast, slow = (
+        simulate(
+            config(
+                "pipeline",
+                trainer_seconds_per_token=1e-9,
+                trainer_seconds_per_update=seconds,
+                weight_update_seconds=0.01,
+                efficiency={"batch_overhead_seconds": 0.0},
+            )
+        )
+        for seconds in (0.0, 60.0)
+    )
+    assert fast.trainer_idle > 0.5 and fast.rollout_waits == 0
+    assert slow.rollout_waits > 0.5 and slow.trainer_idle == 0
+    assert slow.lag_in_queue > fast.lag_in_queue
+
+
+def test_rollout_side_waits_for_the_whole_training_without_overlap() -> None:
+    summary = simulate(config("sync"))
+    waits = summary.rollout_waits * summary.step_seconds
+    assert waits == pytest.approx(summary.train_seconds)
