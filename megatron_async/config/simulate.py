@@ -170,6 +170,9 @@ class SimulateConfig(Settings):
     kv_capacity_tokens: int | None = Field(None, ge=1)
     """Capacity of the KV cache of one engine, in tokens; none = the capacity in `cost_model` or,
     without one, as many tokens as fit into the memory."""
+    prefill_pass_tokens: int = Field(8192, ge=1)
+    """Largest number of tokens of one prefill pass, of all its requests together (SGLang's
+    chunked_prefill_size on GPUs with 60 to 160 GB)."""
     admission_reserve_tokens: int = Field(400, ge=0)
     """Number of free KV tokens per running request that an engine requires before it admits another
     request (assumed). SGLang estimates this reserve as its new-token ratio, at least 0.1, times the

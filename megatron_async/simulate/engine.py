@@ -16,7 +16,9 @@ Invariants
   go to the head of the queue, lose their KV, and are prefilled again when there is space.
 - A request that is removed loses the fraction of a token that it was generating, but no whole
   token.
-- While the engine prefills, it does not decode. If a running request of the same group has the
+- While the engine prefills, it does not decode. Requests that enter the batch before a prefill pass
+  starts are prefilled in this pass, up to `simulate.prefill_pass_tokens` tokens; a request may be
+  split between passes. If a running request of the same group has the
   prompt in the cache, the prompt is neither prefilled nor counted again. The exception is a prompt
   that older weights have computed: after a weight update that keeps the cache, new requests do not
   reuse KV that was computed before the update.
@@ -172,6 +174,7 @@ class Engine:
     _groups: dict[tuple[int, int], int] = field(default_factory=dict)
     _cache_kept: bool = False
     _full: bool = False
+    _pass: tuple[int, float, float] = (0, 0.0, 0.0)
     _cached: OrderedDict[int, int] = field(default_factory=OrderedDict)
     _finishing: list[tuple[float, int]] = field(default_factory=list)
     _switches: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
@@ -430,8 +433,7 @@ class Engine:
             # prompt and `cached` tokens after it. `before` counts tokens after the prompt too, so
             # only the difference is prefilled, whether or not `needed` included the prompt.
             needed = before - cached
-        pairs = needed * (before + request.prompt - needed / 2)
-        self.stall += self.costs.prefill(needed, pairs)
+        self._add_prefill(needed, needed * (before + request.prompt - needed / 2))
         counters.prefilled += needed
         if request.was_preempted:
             counters.preempted_prefill += needed
@@ -442,6 +444,30 @@ class Engine:
         request.finish_at = finish_at = self.steps + request.remaining
         request.reported = 0
         heapq.heappush(self._finishing, (finish_at, request.trajectory_id))
+
+    def _add_prefill(self, tokens: int, pairs: float) -> None:
+        """Add tokens to the last prefill pass if it has not started, and then to new passes; add
+        the seconds of these passes to `stall`.
+
+        At least one token of each request is computed, even if its whole prompt is in the cache.
+
+        Args:
+            tokens: Number of tokens to prefill.
+            pairs: Sum over the tokens of the number of keys that each attends to.
+        """
+        budget = self.settings.prefill_pass_tokens
+        tokens = max(1, tokens)
+        pairs_per_token = pairs / tokens
+        while tokens:
+            in_pass, pairs_in_pass, seconds = self._pass
+            if in_pass >= budget or self.stall < seconds * (1 - _TOLERANCE):
+                in_pass, pairs_in_pass, seconds = 0, 0.0, 0.0
+            added = min(tokens, budget - in_pass)
+            in_pass, pairs_in_pass = in_pass + added, pairs_in_pass + added * pairs_per_token
+            longer = self.costs.prefill(in_pass, pairs_in_pass)
+            self.stall += longer - seconds
+            self._pass = (in_pass, pairs_in_pass, longer)
+            tokens -= added
 
     def _remove_running(self, request: SimulatedRequest) -> None:
         del self.running[request.trajectory_id]
@@ -493,7 +519,7 @@ class Engine:
             context = request.prompt + request.before + self._tokens_at(request, self.steps)
             tokens += context
             pairs += context * context / 2
-        self.stall += self.costs.prefill(tokens, pairs)
+        self._add_prefill(tokens, pairs)
         self.counters.prefilled += tokens
         self.counters.updated_prefill += tokens
 

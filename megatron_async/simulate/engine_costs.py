@@ -22,9 +22,12 @@ requests share one pass over the weights, and attention is bound by memory (Will
 the roofline; Pope et al., arXiv 2211.05102, for the terms). Each all-reduce moves batch * hidden
 values in bf16; with P = 1 there is none.
 
-Prefill takes
+One prefill pass takes
 
-    (2 * active_parameters * tokens + 4 * layers * heads * head_dim * token_pairs) / (P * F * e_p)
+    max(weight_bytes / (P * BW * e_m),
+        (2 * active_parameters * tokens + 4 * layers * heads * head_dim * token_pairs)
+            / (P * F * e_p))
+    + decode_overhead_seconds
 
 where token_pairs is the sum over the tokens of the number of keys that each token attends to.
 """
@@ -91,16 +94,19 @@ class RooflineEngine:
         return fixed, shape.kv_bytes_per_token / bandwidth
 
     def prefill(self, tokens: int, token_pairs: float) -> float:
-        """Return the seconds to prefill `tokens` tokens by the roofline.
+        """Return the seconds of one prefill pass of `tokens` tokens by the roofline.
 
         Args:
-            tokens: Number of tokens; 0 if the whole prompt is in the cache.
+            tokens: Number of tokens of all requests in the pass.
             token_pairs: Sum over the tokens of the number of keys that each attends to.
         """
-        shape = self.shape
-        rate = self.tensor * self.gpu.flops * self.efficiency.prefill_flops
+        shape, e = self.shape, self.efficiency
+        rate = self.tensor * self.gpu.flops * e.prefill_flops
         attention = shape.attention_flops_per_token_pair * token_pairs
-        return (2.0 * shape.active_parameters * tokens + attention) / rate
+        bandwidth = self.tensor * self.gpu.memory_bandwidth * e.memory_bandwidth
+        read = shape.weight_bytes_read(tokens) / bandwidth
+        computed = (2.0 * shape.active_parameters * tokens + attention) / rate
+        return max(read, computed) + e.decode_overhead_seconds
 
 
 @dataclass(frozen=True)
@@ -115,8 +121,8 @@ class MeasuredEngine:
         batches: Measured batch sizes, ascending.
         fixed: Fixed seconds of a decode step at each batch size.
         per_kv_token: Seconds per KV token that is read, at each batch size.
-        prefill_fixed: Seconds that a request costs in addition to its decode steps if no token has
-            to be prefilled.
+        prefill_fixed: Seconds of a prefill pass in addition to those of its tokens. It is measured
+            as the cost of a request that is prefilled alone.
         prefill_per_token: Seconds per prefilled token.
         kv_capacity_tokens: Number of tokens that fit into the KV cache.
     """
@@ -142,12 +148,8 @@ class MeasuredEngine:
         return values[-1] + slope * (batch - known[-1])
 
     def prefill(self, tokens: int, token_pairs: float) -> float:
-        """Return the measured seconds to prefill `tokens` tokens: the fixed cost of a request, and
-        a cost per token.
-
-        If `tokens` is 0, because the whole prompt is in the cache, this is the fixed cost.
-        `token_pairs` is not used.
-        """
+        """Return the measured seconds of one prefill pass of `tokens` tokens: a fixed cost, and a
+        cost per token. `token_pairs` is not used."""
         del token_pairs  # The measured cost per token includes the cost of attention.
         return self.prefill_fixed + self.prefill_per_token * tokens
 

@@ -175,3 +175,46 @@ def test_cancel_frees_the_kv_of_all_requests_canceled_together(canceled: range) 
     remaining = len(engine.running)
     assert remaining == max(0, 4 - len(canceled))
     assert engine.kv == pytest.approx(remaining // 2 * 100 + remaining * engine.steps)
+
+
+class PassCosts(Costs):
+    """Cost model in which a prefill pass takes one second, and a decode step as in `Costs`."""
+
+    def prefill(self, tokens: int, token_pairs: float) -> float:
+        return 1.0
+
+
+def submit(engine: Engine, first: int, count: int, prompt: int) -> None:
+    """Submit requests of different groups at the present time, and admit them."""
+    for number in range(first, first + count):
+        engine.submit(SimulatedRequest(number, number, prompt, 0, 10))
+    engine.admit()
+
+
+def test_requests_that_arrive_together_share_prefill_passes() -> None:
+    """340 requests of 200 tokens are 68,000 tokens, which are 9 passes of at most 8,192 tokens."""
+    engine = Engine("engine-0", PassCosts(), SimulateConfig(admission_reserve_tokens=0), None)
+    submit(engine, 0, 340, 200)
+    assert engine.stall == pytest.approx(9.0)
+    assert engine.counters.prefilled == 68_000
+
+
+def test_requests_that_arrive_during_a_prefill_pass_share_the_next_one() -> None:
+    engine = Engine("engine-0", PassCosts(), SimulateConfig(admission_reserve_tokens=0), None)
+    submit(engine, 0, 2, 100)
+    engine.advance(0.5)
+    submit(engine, 2, 1, 100)
+    submit(engine, 3, 1, 100)
+    assert engine.stall == pytest.approx(0.5 + 1.0)
+    engine.advance(1.75)
+    submit(engine, 4, 1, 100)
+    assert engine.stall == pytest.approx(0.25 + 1.0)
+
+
+def test_weight_update_that_discards_the_cache_prefills_in_passes() -> None:
+    engine = Engine("engine-0", PassCosts(), SimulateConfig(admission_reserve_tokens=0), None)
+    submit(engine, 0, 10, 5000)
+    engine.advance(7.0)  # 50,000 tokens are 7 passes.
+    assert engine.stall == 0
+    engine.pause(recompute=True)
+    assert engine.stall == pytest.approx(7.0)

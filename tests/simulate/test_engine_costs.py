@@ -84,6 +84,17 @@ def test_roofline_is_memory_bound_for_small_and_compute_bound_for_large_batches(
     assert engine.decode(1)[1] == pytest.approx(SEVEN.kv_bytes_per_token / gpu.memory_bandwidth)
 
 
+def test_prefill_pass_is_memory_bound_for_few_and_compute_bound_for_many_tokens() -> None:
+    gpu = DATA_SHEETS["H100"]
+    engine = RooflineEngine(SEVEN, gpu, PEAK, 1, 10**6)
+    read = 2 * SEVEN.active_parameters / gpu.memory_bandwidth
+    assert engine.prefill(1, 0.0) == engine.prefill(100, 0.0) == pytest.approx(read)
+    computed = 2 * SEVEN.active_parameters * 8192 / gpu.flops
+    assert engine.prefill(8192, 0.0) == pytest.approx(computed)
+    slower = replace(engine, efficiency=PEAK.model_copy(update={"decode_overhead_seconds": 0.1}))
+    assert slower.prefill(1, 0.0) == pytest.approx(read + 0.1)
+
+
 def test_kv_capacity_is_the_memory_remaining_after_weights() -> None:
     free = 80e9 * 0.9 - 2 * SEVEN.parameters
     assert kv_capacity_tokens(SEVEN, 80e9, 0.9, 1, 0.0) == int(free // 57344)
