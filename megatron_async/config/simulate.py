@@ -56,6 +56,9 @@ class EfficiencyConfig(Settings):
     weight_update: float = Field(0.43, gt=0, le=1)
     """Share of the network bandwidth that a whole weight update reaches (measured with gloo between
     two CPU cores: benchmarks/results/weights.md)."""
+    reduction_overlap: float = Field(0.0, ge=0, le=1)
+    """Share of the gradient reduction and parameter gathering that overlaps forward and backward
+    passes, so that it takes no time."""
     collective_latency_seconds: float = Field(10e-6, ge=0)
     """Fixed cost of one all-reduce inside a node, in seconds."""
     decode_overhead_seconds: float = Field(0.003, ge=0)

@@ -2,7 +2,7 @@
 
 Training on one batch of B sequences in H updates, `epochs` times, takes
 
-    epochs * H * (tokens on the busiest data-parallel rank * seconds per token * pipeline factor
+    epochs * H * (seconds of the sequences on the busiest data-parallel rank * pipeline factor
                   + gradient reduction and parameter gathering + update_overhead_seconds)
     + batch_overhead_seconds
 
@@ -11,16 +11,18 @@ Training on one batch of B sequences in H updates, `epochs` times, takes
   it that is reached (`simulate.efficiency.training_flops`). Per-parameter FLOPs are 6, plus 2 for
   each further forward pass: recomputation in each epoch, and the passes for pi_old and the
   reference policy once for all epochs. Attention is counted with the same number of passes; a token
-  attends on average to half of the tokens of its sequence.
+  attends on average to half of the tokens of its sequence. So long sequences cost more per token.
 - Sequences are packed, or padded to the longest one of the whole batch (`simulate.padding`). A
   padding token costs as much as a real token. A trainer that pads only to the longest sequence of
   each rank would take the same time, because the other ranks wait for the rank with the longest
   one.
-- The busiest rank has at least the longest sequence, and at least the mean number of tokens per
-  rank.
+- The busiest rank needs at least as long as for the longest sequence, which is never split over
+  data-parallel ranks, and at least the mean time per rank. So with a fixed batch, the time shrinks
+  less and less with more ranks. Sequences are assumed to be balanced by their cost otherwise.
 - The pipeline factor is 1 + (PP - 1) / microbatches (Narayanan et al., arXiv 2104.04473).
-- Gradients are reduced in fp32 and parameters gathered in bf16 over the data-parallel ranks. It is
-  assumed that neither overlaps the backward pass.
+- Gradients are reduced in fp32 and parameters gathered in bf16 over the data-parallel ranks. The
+  share `simulate.efficiency.reduction_overlap` of this time overlaps the passes; the default 0 is
+  assumed.
 
 A weight update sends the bf16 weights once over the network. One rank of each pipeline stage sends
 to all engines at the same time; the stages send one after the other (`weight_sync/stage_order.py`).
@@ -97,12 +99,15 @@ class TrainerCosts:
         tokens = sum(sequence_tokens)
         if self.settings.trainer_seconds_per_token is not None:
             return tokens * self.settings.trainer_seconds_per_token + self.fixed_seconds
-        longest = max(sequence_tokens)
-        on_rank = max(tokens / self.layout.data, longest)
+        longest, data = max(sequence_tokens), self.layout.data
         mean_context = sum(n * n for n in sequence_tokens) / max(1, tokens) / 2
-        microbatches = max(1, math.ceil(on_rank / self.microbatch_tokens))
-        bubble = 1 + (self.layout.pipeline - 1) / microbatches
-        return on_rank * self._token_seconds(mean_context) * bubble + self.fixed_seconds
+        seconds = max(
+            tokens / data * self._token_seconds(mean_context),
+            longest * self._token_seconds(longest / 2),
+        )
+        microbatches = math.ceil(max(tokens / data, longest) / self.microbatch_tokens)
+        bubble = 1 + (self.layout.pipeline - 1) / max(1, microbatches)
+        return seconds * bubble + self.fixed_seconds
 
     @property
     def passes(self) -> float:
@@ -142,7 +147,8 @@ class TrainerCosts:
         moved = size * (replicas - 1) / replicas
         one_node = layout.ranks <= self.settings.gpus_per_node
         link = self.gpu.nvlink if one_node else self.gpu.network
-        return moved / (link * e.links) + e.update_overhead_seconds
+        waited = (1 - e.reduction_overlap) * moved / (link * e.links)
+        return waited + e.update_overhead_seconds
 
     @property
     def publish_seconds(self) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_async.config.load import build_simulation, merge
+from megatron_async.config.load import build_simulation, load_simulation, merge
 from megatron_async.config.model import ParallelConfig, Recompute
 from megatron_async.config.simulate import EfficiencyConfig, GpuConfig
 from megatron_async.errors import UserError
@@ -19,6 +19,7 @@ from megatron_async.simulate.assumptions import assumptions
 from megatron_async.simulate.build import (
     engine_costs,
     fitting_recompute,
+    group_source,
     memory_of_trainer,
     trainer_costs,
 )
@@ -247,6 +248,60 @@ def costs(**simulate: object) -> TrainerCosts:
 def test_batch_padding_extends_to_longest_sequence_of_whole_batch() -> None:
     padded = costs(padding="batch").batch_seconds([300, 100, 100, 200], 2)
     assert padded == pytest.approx(costs().batch_seconds([300] * 4, 2))
+
+
+def test_longest_sequence_limits_the_gain_from_more_data_parallel_ranks() -> None:
+    """One sequence of 8,000 tokens and 100 of 400, which fill 4 more ranks with 10,000 tokens."""
+
+    def seconds(ranks: int, lengths: list[int]) -> float:
+        settings = {"model": "qwen2.5-0.5b", "trainer_seconds_per_update": 0.0}
+        settings["efficiency"] = {"batch_overhead_seconds": 0.0}
+        layout = {"parallel": {"ranks": ranks}, "simulate": settings}
+        return trainer_costs(build_simulation(layout)).batch_seconds(lengths, 1)
+
+    mixed = [8000, *[400] * 100]
+    alone = seconds(1, [8000])
+    assert seconds(2, mixed) == pytest.approx(seconds(1, mixed) / 2)
+    assert seconds(8, mixed) == seconds(64, mixed) == pytest.approx(alone)
+    tokens = seconds(1, [400] * 20)
+    assert alone > 1.05 * tokens, "attention costs more in one sequence than in 20 short ones"
+
+
+def test_reduction_overlap_removes_this_share_of_the_reduction() -> None:
+    def fixed(overlap: float) -> float:
+        efficiency = {"reduction_overlap": overlap, "update_overhead_seconds": 0.0}
+        simulated = {"model": "qwen2.5-7b", "efficiency": efficiency}
+        config = build_simulation({"parallel": {"ranks": 16}, "simulate": simulated})
+        return trainer_costs(config).fixed_seconds
+
+    assert fixed(0.0) > 0.5
+    assert fixed(0.75) == pytest.approx(fixed(0.0) / 4)
+    assert fixed(1.0) == 0
+
+
+VERL = {32: 269.80, 64: 133.41, 128: 113.81}
+"""Published seconds of verl's `update_actor` by number of GPUs (docs/simulator.md)."""
+
+
+def verl_seconds(ranks: int, *changes: str) -> float:
+    """Return the mean seconds of training on one of two batches."""
+    file = Path(__file__).parents[2] / "configs" / "simulate" / "verl-7b-h20.yaml"
+    config = load_simulation(file, [f"parallel.ranks={ranks}", *changes])
+    source, prompt = group_source(config), config.simulate.lengths.prompt_tokens
+    lengths = [prompt + length for group in range(2 * 512) for length in source.group(group)[0]]
+    trainer = trainer_costs(config)
+    batches = (lengths[: len(lengths) // 2], lengths[len(lengths) // 2 :])
+    return sum(trainer.batch_seconds(batch, 16) for batch in batches) / 2
+
+
+def test_training_time_matches_published_times_at_a_fixed_batch() -> None:
+    """Three values (the lengths' median and sigma, and the share of the peak) are fitted to the
+    three times. The control shows that the long responses cause the small gain from 64 to 128."""
+    found = {ranks: verl_seconds(ranks) for ranks in VERL}
+    assert found == pytest.approx(VERL, rel=0.06)
+    assert found[64] / found[128] == pytest.approx(VERL[64] / VERL[128], rel=0.05)
+    equal = ("simulate.lengths.distribution=constant", "simulate.lengths.median=1000")
+    assert verl_seconds(64, *equal) / verl_seconds(128, *equal) > 1.85
 
 
 def test_batch_seconds_count_extra_passes_once_when_epochs_repeat() -> None:
