@@ -200,7 +200,12 @@ class SimulateConfig(Settings):
     gradients over ranks plus efficiency.update_overhead_seconds."""
     weight_update_seconds: float | None = Field(None, ge=0)
     """Measured time for which one weight update pauses engines, in seconds; none = an estimate from
-    the size of the weights, the bandwidths and efficiency.weight_update_overhead_seconds."""
+    the size of the weights, the bandwidths and efficiency.weight_update_overhead_seconds. With
+    background_publication, it is the time of the transfer instead."""
+    background_publication: bool = False
+    """Whether weights are sent while trainer and engines work. The trainer then stops only to copy
+    the weights to host buffers, and engines pause only to load the received weights from host
+    memory. The next update waits for the one under way."""
     steps: int = Field(30, ge=1)
     """Number of batches to simulate."""
     warmup_steps: int = Field(5, ge=0)

@@ -92,6 +92,11 @@ def check_placement(config: SimulationConfig) -> None:
             f"{config.schedule.preset}); shared GPUs cannot generate and train at the same time. "
             "Set simulate.placement: disaggregated, or a preset without overlap"
         )
+    if config.simulate.background_publication:
+        raise UserError(
+            "simulate.placement is colocated and simulate.background_publication is true; engines "
+            "on the trainer's GPUs wait for it. Set simulate.background_publication: false"
+        )
     engines = config.engines.count * config.engines.tensor
     if engines != config.parallel.ranks:
         raise UserError(
@@ -165,6 +170,7 @@ def trainer_costs(config: SimulationConfig) -> TrainerCosts:
         config.optimizer.sharded,
         config.algorithm.epochs,
         recompute,
+        config.engines.tensor,
     )
 
 

@@ -99,7 +99,8 @@ class Summary:
         step_seconds: Mean seconds of a training step.
         rollout_seconds: Mean seconds per step that the trainer waits for a batch.
         train_seconds: Mean seconds of training on a batch.
-        update_seconds: Mean seconds of a weight update.
+        update_seconds: Mean seconds from the end of training until the new version is published. A
+            background publication overlaps the next training.
         tokens_per_second: Trained tokens per second.
         engine_idle: Share of the time in which engines neither decode nor prefill. Weight transfers
             count as idle. On GPUs shared with the trainer, only the time outside training counts.

@@ -29,6 +29,12 @@ to all engines at the same time; the stages send one after the other (`weight_sy
 The bandwidth is the share `simulate.efficiency.weight_update` of the network's. If engines are on
 the trainer's GPUs, every rank gathers all weights over NVLink instead. Engines and trainer wait
 until the update has ended.
+
+With `simulate.background_publication`, the trainer waits only while the sender of each pipeline
+stage copies the weights of its stage to host memory; the senders copy at the same time. The
+transfer takes as long as above, while trainer and engines work. Engines then pause while each of
+their GPUs copies its shard of the weights from host memory, and for the fixed cost of an update.
+Both copies use the share `simulate.efficiency.links` of the PCIe bandwidth.
 """
 
 import itertools
@@ -63,6 +69,7 @@ class TrainerCosts:
         sharded_optimizer: Whether data-parallel ranks split the optimizer state.
         epochs: Number of times that a batch is trained on.
         recompute: Value of `trainer.recompute`.
+        engine_tensor: Number of GPUs of one engine.
     """
 
     shape: ModelShape
@@ -73,6 +80,7 @@ class TrainerCosts:
     sharded_optimizer: bool
     epochs: int
     recompute: Recompute
+    engine_tensor: int
 
     @property
     def _model_ranks(self) -> int:
@@ -153,16 +161,38 @@ class TrainerCosts:
     @property
     def publish_seconds(self) -> float:
         """Seconds of a weight update, from the time at which the scheduler permits it until all
-        engines serve the new version."""
-        if self.settings.weight_update_seconds is not None:
-            return self.settings.weight_update_seconds
+        engines serve the new version: transfer and loading, or only loading if the transfer
+        precedes it in the background."""
         e = self.settings.efficiency
         size = BF16 * self.shape.parameters
+        if self.settings.background_publication:
+            load = size / self.engine_tensor / (self.gpu.pcie * e.links)
+            return load + e.weight_update_overhead_seconds
+        if self.settings.weight_update_seconds is not None:
+            return self.settings.weight_update_seconds
         if self.settings.placement == "colocated":
             seconds = size / (self.gpu.nvlink * e.links)
             return seconds + e.weight_update_overhead_seconds + self.switch_seconds
-        sent = SENDERS_AT_ONCE * self.gpu.network * e.weight_update
-        return size / sent + e.weight_update_overhead_seconds
+        return self._sending_seconds + e.weight_update_overhead_seconds
+
+    @property
+    def _sending_seconds(self) -> float:
+        """Seconds to send all weights once over the network."""
+        sent = SENDERS_AT_ONCE * self.gpu.network * self.settings.efficiency.weight_update
+        return BF16 * self.shape.parameters / sent
+
+    @property
+    def copy_seconds(self) -> float:
+        """Seconds for which the trainer copies weights to host memory for a transfer in the
+        background."""
+        size = BF16 * self.shape.parameters / self.layout.pipeline
+        return size / (self.gpu.pcie * self.settings.efficiency.links)
+
+    @property
+    def background_seconds(self) -> float:
+        """Seconds of a transfer in the background."""
+        measured = self.settings.weight_update_seconds
+        return self._sending_seconds if measured is None else measured
 
     @property
     def switch_seconds(self) -> float:

@@ -7,7 +7,9 @@ out the scheduler's actions and reports events to it.
 Invariants
 - Events reach the scheduler one at a time in order of virtual time. Events that follow from an
   action without delay are reported before the clock moves.
-- The trainer receives batch n after it has published version n, as in a real run.
+- The trainer receives batch n after it has published version n, as in a real run. With
+  `simulate.background_publication`, it receives batch n when it has copied version n to host
+  memory. It starts to copy a version when the one before is published.
 - A simulated run is a function of its settings: it reads no real clock and uses no random numbers
   except those of the group source and the episode source.
 - Responses are scored in the order in which they finished, each by one scorer for
@@ -127,6 +129,8 @@ class World:
         self._dirty: dict[str, Engine] = {}
         self._batches: deque[tuple[int, list[int]]] = deque()
         self._trainer_busy = False
+        self._sending = False
+        self._copy_waits: int | None = None
         self._idle_since = 0.0
         self._version = 0
         self._pending = 0
@@ -387,7 +391,28 @@ class World:
         self._update_starts[step + 1] = self.now + seconds
         self._events.append(ev.BatchTaken(step, self.now))
         until_trained = seconds + self._trainer.switch_seconds
-        self._later(until_trained, self._events.append, ev.UpdateRequested(step + 1))
+        self._later(until_trained, self._trained, step + 1)
+
+    def _trained(self, number: int) -> None:
+        """Publish version `number`, which the trainer has made just now."""
+        if not self._settings.background_publication:
+            self._events.append(ev.UpdateRequested(number))
+        elif self._sending:
+            self._copy_waits = number
+        else:
+            self._sending = True
+            self._later(self._trainer.copy_seconds, self._copied, number)
+
+    def _copied(self, number: int) -> None:
+        """Send version `number`, which is in host memory, and let the trainer continue."""
+        requested = ev.UpdateRequested(number)
+        self._later(self._trainer.background_seconds, self._events.append, requested)
+        self._release_trainer()
+
+    def _release_trainer(self) -> None:
+        self._trainer_busy = False
+        self._idle_since = self.now
+        self._train_next()
 
     def _pause(self, action: ev.PauseEngines) -> None:
         for engine in self._engines.values():
@@ -402,14 +427,17 @@ class World:
             self._touch(engine)
             engine.load(number)
         self._version = number
-        self._trainer_busy = False
         self._pending -= 1
-        self._idle_since = self.now
         self.statistics.published(
             self.now, self.now - self._update_starts.pop(number), self.scheduler.concurrency
         )
         self._events.append(ev.WeightsPublished(PolicyVersion(0, number)))
-        self._train_next()
+        if not self._settings.background_publication:
+            self._release_trainer()
+            return
+        self._sending, waits, self._copy_waits = False, self._copy_waits, None
+        if waits is not None:
+            self._trained(waits)
 
     def _resume(self, action: ev.ResumeEngines) -> None:
         for engine in self._engines.values():

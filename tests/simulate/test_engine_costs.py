@@ -304,6 +304,26 @@ def test_training_time_matches_published_times_at_a_fixed_batch() -> None:
     assert verl_seconds(64, *equal) / verl_seconds(128, *equal) > 1.85
 
 
+def test_background_publication_splits_an_update_into_copy_transfer_and_load() -> None:
+    """A leader of each of 2 stages copies its half, and each of 4 GPUs of an engine loads a
+    quarter."""
+    layout = {"parallel": {"ranks": 8, "pipeline": 2}, "engines": {"count": 1, "tensor": 4}}
+
+    def update(**simulate: object) -> TrainerCosts:
+        settings = {"model": "llama-3-70b", "gpu": {"name": "H100"}, **simulate}
+        return trainer_costs(build_simulation({**layout, "simulate": settings}))
+
+    foreground, background = update(), update(background_publication=True)
+    whole = 2 * SHAPES["llama-3-70b"].parameters / (64e9 * 0.7)
+    overhead = foreground.settings.efficiency.weight_update_overhead_seconds
+    assert background.copy_seconds == pytest.approx(whole / 2)
+    assert background.publish_seconds == pytest.approx(whole / 4 + overhead)
+    assert background.background_seconds == pytest.approx(foreground.publish_seconds - overhead)
+    measured = update(background_publication=True, weight_update_seconds=7.0)
+    assert measured.background_seconds == 7.0
+    assert measured.publish_seconds == background.publish_seconds
+
+
 def test_batch_seconds_count_extra_passes_once_when_epochs_repeat() -> None:
     simulated = {"trainer_seconds_per_update": 3.0, "extra_forward_passes": 2.0}
     once = costs(**simulated)

@@ -3,6 +3,7 @@ GPUs."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -149,3 +150,71 @@ def test_rollout_side_waits_for_the_whole_training_without_overlap() -> None:
     summary = simulate(config("sync"))
     waits = summary.rollout_waits * summary.step_seconds
     assert waits == pytest.approx(summary.train_seconds)
+
+
+def publication(background: bool, train: float, transfer: float, preset: str = "pipeline") -> World:
+    """Simulate a run whose trainer needs `train` seconds for a batch and whose weights take
+    `transfer` seconds to send; copies and loads take 0.025 s."""
+    return run(
+        config(
+            preset,
+            trainer_seconds_per_token=1e-9,
+            trainer_seconds_per_update=train,
+            weight_update_seconds=transfer,
+            background_publication=background,
+            gpu={"name": "A100", "pcie_gb_per_s": 56.0},
+            efficiency={"batch_overhead_seconds": 0.0, "weight_update_overhead_seconds": 0.0},
+            steps=30,
+            warmup_steps=10,
+        )
+    )
+
+
+def step_seconds(world: World) -> float:
+    marks = world.statistics.marks
+    return (marks[-1].at - marks[9].at) / (len(marks) - 10)
+
+
+@pytest.mark.parametrize("preset", ["pipeline", "async"])
+def test_background_publication_takes_the_trainer_only_a_copy(preset: str) -> None:
+    foreground, background = (publication(b, 20.0, 10.0, preset) for b in (False, True))
+    assert step_seconds(foreground) == pytest.approx(30.0, rel=0.01)
+    copy = background._trainer.copy_seconds
+    assert 0.01 < copy < 0.1
+    assert step_seconds(background) == pytest.approx(20.0 + copy, rel=0.01)
+
+
+def test_next_publication_waits_for_the_one_under_way() -> None:
+    """Updates are made every second, but a publication takes 10 s."""
+    background = publication(True, 1.0, 10.0)
+    costs = background._trainer
+    publication_seconds = costs.copy_seconds + 10.0 + costs.publish_seconds
+    assert step_seconds(background) == pytest.approx(publication_seconds, rel=0.01)
+    times = [mark.at for mark in background.statistics.marks]
+    assert min(b - a for a, b in itertools.pairwise(times)) >= publication_seconds * (1 - 1e-9)
+
+
+def test_background_publication_counts_lag_by_loaded_versions() -> None:
+    """The trainer is slow, so back-pressure lets groups start only when it takes a batch. Engines
+    have loaded the version that it has made just before if the transfer takes no time. Otherwise
+    they still serve the version before, so the lag is larger by one."""
+    short, long = (publication(True, 20.0, seconds) for seconds in (0.0, 10.0))
+    means = [
+        sum(lag.lag_sum for lag in world.statistics.lags[10:])
+        / sum(lag.tokens for lag in world.statistics.lags[10:])
+        for world in (short, long)
+    ]
+    assert means[1] - means[0] == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_async_schedule_keeps_its_bound_during_background_publication(level: int) -> None:
+    changes = {"schedule": {"preset": "async", "max_async_level": level}}
+    settings = merge(SMALL, {**changes, "simulate": {"background_publication": True}})
+    world = run(build_simulation(settings))
+    assert max(lag.lag_max for lag in world.statistics.lags) <= level
+
+
+def test_background_publication_is_refused_on_shared_gpus() -> None:
+    with pytest.raises(UserError, match="background_publication: false"):
+        build_world(config("copris", placement="colocated", background_publication=True))
