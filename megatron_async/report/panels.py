@@ -412,12 +412,9 @@ PANELS: Final[tuple[Panel | DrawnByFunction, ...]] = (
         "bars",
     ),
     Panel(
-        "Waiting of trainer and rollout side",
+        "Waiting for the other side",
         "s",
-        (
-            ("trainer waits for a batch", "time/wait_for_batch"),
-            ("free requests wait for the trainer", "rollout/wait_for_trainer_seconds"),
-        ),
+        (("trainer", "time/wait_for_batch"), ("rollout side", "rollout/wait_for_trainer_seconds")),
         "both are near 0; the side that waits less is the bottleneck",
     ),
     Panel(
