@@ -412,8 +412,8 @@ class Engine:
             running[request.trajectory_id] = request
 
     def _enter(self, request: SimulatedRequest, needed: int) -> None:
-        """Add a request to the decode batch and its tokens to the KV cache; add the time of its
-        prefill to the engine's `stall`.
+        """Add a request to the decode batch and its tokens to the KV cache; add the time of the
+        request and of its prefill to the engine's `stall`.
 
         The prefill computes `needed` tokens. Only if the KV cache still has the context of an
         earlier turn of the same episode, the prefill computes just the tokens after this context.
@@ -433,6 +433,7 @@ class Engine:
             # prompt and `cached` tokens after it. `before` counts tokens after the prompt too, so
             # only the difference is prefilled, whether or not `needed` included the prompt.
             needed = before - cached
+        self.stall += self.costs.request_seconds
         self._add_prefill(needed, needed * (before + request.prompt - needed / 2))
         counters.prefilled += needed
         if request.was_preempted:

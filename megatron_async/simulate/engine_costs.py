@@ -79,6 +79,11 @@ class RooflineEngine:
     tensor: int
     kv_capacity_tokens: int
 
+    @property
+    def request_seconds(self) -> float:
+        """Seconds that a request costs in addition to its decode steps and prefill passes."""
+        return 0.0
+
     def decode(self, batch: int) -> tuple[float, float]:
         """Return the seconds of one decode step of `batch` requests by the roofline, as a pair:
         fixed seconds, and seconds per KV token that is read."""
@@ -121,8 +126,8 @@ class MeasuredEngine:
         batches: Measured batch sizes, ascending.
         fixed: Fixed seconds of a decode step at each batch size.
         per_kv_token: Seconds per KV token that is read, at each batch size.
-        prefill_fixed: Seconds of a prefill pass in addition to those of its tokens. It is measured
-            as the cost of a request that is prefilled alone.
+        request_seconds: Seconds that a request costs in addition to its decode steps and its
+            prefilled tokens.
         prefill_per_token: Seconds per prefilled token.
         kv_capacity_tokens: Number of tokens that fit into the KV cache.
     """
@@ -130,7 +135,7 @@ class MeasuredEngine:
     batches: tuple[int, ...]
     fixed: tuple[float, ...]
     per_kv_token: tuple[float, ...]
-    prefill_fixed: float
+    request_seconds: float
     prefill_per_token: float
     kv_capacity_tokens: int
 
@@ -148,10 +153,10 @@ class MeasuredEngine:
         return values[-1] + slope * (batch - known[-1])
 
     def prefill(self, tokens: int, token_pairs: float) -> float:
-        """Return the measured seconds of one prefill pass of `tokens` tokens: a fixed cost, and a
-        cost per token. `token_pairs` is not used."""
+        """Return the measured seconds of one prefill pass of `tokens` tokens, without the cost of
+        its requests (`request_seconds`). `token_pairs` is not used."""
         del token_pairs  # The measured cost per token includes the cost of attention.
-        return self.prefill_fixed + self.prefill_per_token * tokens
+        return self.prefill_per_token * tokens
 
 
 EngineCosts: TypeAlias = RooflineEngine | MeasuredEngine

@@ -296,7 +296,7 @@ async def _move_to_load(
         if batch in loads:
             level = loads[batch].step_seconds(per_request, slopes[batch])
             row["seconds"] = round(max(0.0, row["seconds"] + level - levels[batch]), 7)
-    moved = per_request - at_rest.prefill(context, 0.0)
+    moved = per_request - at_rest.request_seconds - at_rest.prefill(context, 0.0)
     for row in data["prefill"]:
         row["seconds"] = round(max(0.0, row["seconds"] + moved), 7)
 

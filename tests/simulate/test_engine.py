@@ -21,6 +21,7 @@ class Costs:
     prefill PREFILL a token."""
 
     kv_capacity_tokens: int = 10**9
+    request_seconds: float = 0.0
 
     def decode(self, batch: int) -> tuple[float, float]:
         return FIXED * (1 + batch / 100), PER_KV
@@ -197,6 +198,13 @@ def test_requests_that_arrive_together_share_prefill_passes() -> None:
     submit(engine, 0, 340, 200)
     assert engine.stall == pytest.approx(9.0)
     assert engine.counters.prefilled == 68_000
+
+
+def test_measured_cost_of_a_request_is_paid_by_each_request_of_a_pass() -> None:
+    costs = PassCosts(request_seconds=0.25)
+    engine = Engine("engine-0", costs, SimulateConfig(admission_reserve_tokens=0), None)
+    submit(engine, 0, 4, 200)
+    assert engine.stall == pytest.approx(1.0 + 4 * 0.25)
 
 
 def test_requests_that_arrive_during_a_prefill_pass_share_the_next_one() -> None:

@@ -197,7 +197,8 @@ def test_measured_engine_interpolates_and_extrapolates_batches() -> None:
     costs = fit_engine_costs(table())
     for batch in (1, 8, 16, 40, 64, 128):
         assert costs.decode(batch) == pytest.approx((0.001 * batch, 1e-6), rel=1e-6)
-    assert costs.prefill(300, 0.0) == pytest.approx(0.005)
+    assert costs.request_seconds == pytest.approx(0.002)
+    assert costs.prefill(300, 0.0) == pytest.approx(0.003)
 
 
 def test_fit_engine_costs_accepts_one_context_per_batch() -> None:
