@@ -30,7 +30,14 @@ from megatron_async.store.reader import StoreReader
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion, Prompt
-from tests.rollout.stand_ins import Engines, Fixed, manager_of, settings, trajectories_in
+from tests.rollout.stand_ins import (
+    Engines,
+    Fixed,
+    manager_of,
+    settings,
+    trainer_logprobs,
+    trajectories_in,
+)
 
 
 class RecordingTask(Fixed):
@@ -452,3 +459,46 @@ async def test_late_error_of_a_replaced_engine_does_not_affect_the_new_engine(
     [tracked] = driver._tracked_engines.values()
     assert not tracked.given_up and tracked.check is None
     await trainer.manager.stop()
+
+
+@pytest.mark.parametrize("verify", [False, True])
+async def test_paused_requests_continue_with_the_next_weights_when_the_boundary_pauses(
+    tmp_path: Path, verify: bool
+) -> None:
+    """No request is ended, and engines generate nothing while the trainer works. With `verify`,
+    engines sample tokens for the verification before they are paused."""
+    config = settings("copris")
+    changes = {
+        "boundary": "pause",
+        "weight_update": "in_flight",
+        "kv": "keep",
+        "groups_per_batch": 1,
+        "concurrency": 8,
+    }
+    schedule = config.schedule.model_copy(update=changes)
+    schedule.check()
+    trainer = Trainer(tmp_path, config.model_copy(update={"schedule": schedule}))
+    manager = trainer.manager
+    await manager.start()
+    await manager.attach(ResumePoint(0))
+    batches = []
+    for number in range(6):
+        addresses = await manager.begin_update(0, number)
+        for engine in trainer.engines.all:
+            assert number == 0 or engine._paused
+            engine.set_weights(PolicyVersion(0, number))
+        ids = [address.engine_id for address in addresses]
+        await manager.end_update(0, number, ids, verify)
+        samples = await manager.verification_samples(0, number)
+        logprobs_T = None if samples is None else trainer_logprobs(samples)
+        assert (await manager.verify_update(0, number, logprobs_T, True)).passed
+        batches.append(await trainer.batch())
+        [engine] = trainer.engines.all
+        while not engine._paused:
+            await asyncio.sleep(0.001)
+        generated = engine.tokens_generated
+        await asyncio.sleep(0.02)
+        assert engine.tokens_generated == generated, "the trainer is working"
+    await manager.stop()
+    assert all(batch.extra_metrics["rollout/resumed_share"] == 0 for batch in batches)
+    assert max(batch.lag_T.max() for batch in batches) > 0, "no request continued after an update"
