@@ -43,6 +43,8 @@ class GenerationRequest:
             `max_new_tokens`.
         urgent: Whether the request is processed before all other requests that wait in the engine's
             queue.
+        together: Number of requests that are sent to the engine at the same time, including this
+            one. The engine may wait a moment for the others, to prefill them in the same pass.
     """
 
     request_id: str
@@ -52,6 +54,7 @@ class GenerationRequest:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     urgent: bool = False
+    together: int = 1
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -24,7 +24,7 @@ Invariants
 """
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -64,6 +64,7 @@ class RunningRequest:
         group_id: Group of the trajectory; -1 until the request is sent.
         abort_wanted: Whether the request is to be aborted. A request that is not sent yet is then
             never sent.
+        together: Number of requests that are started on the engine at the same time.
         awaits_first_token: Whether the request has made no token on its engine, so that the
             engine's death may be its fault. False for a request that was started while the engine
             was being asked whether it still replies, because the engine was failing before the
@@ -78,6 +79,7 @@ class RunningRequest:
     store_key: RequestKey | None = None
     group_id: int = -1
     abort_wanted: bool = False
+    together: int = 1
     awaits_first_token: bool = False
     complete: bool = False
     task: asyncio.Task[None] | None = None
@@ -170,10 +172,15 @@ class Generation:
         At the start of a training step thousands of requests are submitted at once. Starting them
         all in one iteration would block the event loop.
         """
+        counted = 0
         while self._queued:
-            for _ in range(min(_STARTS_PER_ITERATION, len(self._queued))):
-                request = self._queued.popleft()
+            if not counted:
+                counted = len(self._queued)
+                together = Counter(request.tracked.engine_id for request in self._queued)
+            for _ in range(min(_STARTS_PER_ITERATION, counted)):
+                request, counted = self._queued.popleft(), counted - 1
                 if self._requests.get(request.trajectory_id) is request:
+                    request.together = together[request.tracked.engine_id]
                     self._start(request)
             await asyncio.sleep(0)
 
@@ -351,6 +358,7 @@ class Generation:
         before, answer = trajectory.input_parts()
         spec = self._spec_of(request.trajectory_id)
         generation_request = spec.request(request.key.name, np.concatenate(before), *answer)
+        generation_request = replace(generation_request, together=request.together)
         return await read(
             request.tracked.client, generation_request, partial(self._receive, request)
         )

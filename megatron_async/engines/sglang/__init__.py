@@ -7,6 +7,7 @@
   run before, after or instead of a function of SGLang, through SGLang's own hook registry.
 - hooks: registers hooks, and has the hooks that make the start faster and aborts repeatable.
 - queue: lets urgent requests run first.
+- burst: passes requests that were sent together to the scheduler in few messages.
 - in_flight: hooks for weights that change while requests run and keep their KV cache.
 - prefix: separates cached prompt prefixes of different policy versions.
 - weight_updater: receives the next bucket of weights (tensors that are sent together) while one is

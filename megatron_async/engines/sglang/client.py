@@ -45,6 +45,7 @@ from megatron_async.engines.interface import (
     RequestRefused,
     TokenChunk,
 )
+from megatron_async.engines.sglang.burst import priority_of
 from megatron_async.engines.sglang.queue import URGENT
 from megatron_async.engines.sglang.stream import (
     BadReport,
@@ -328,6 +329,8 @@ class SGLangClient:
         }
         if request.urgent:
             body["priority"] = URGENT
+        elif request.together > 1:
+            body["priority"] = priority_of(request.together)
         return body
 
     async def _abort_running(self, running: Mapping[str, str]) -> None:

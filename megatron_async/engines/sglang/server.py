@@ -17,6 +17,7 @@ forked process inherits them.
 - No request reuses a prompt prefix that older weights have computed (prefix.py).
 - The requests by which this engine is verified after a weight update are started before all other
   waiting requests (queue.py).
+- Requests that are sent together are prefilled together (burst.py).
 - Weights may change while requests are running, in spite of SGLang's overlap scheduler, which
   computes one step ahead, and its watchdog (in_flight.py).
 - A lifeline: the server ends itself and all its processes at once when the process that started it
@@ -110,7 +111,7 @@ def install() -> None:
     _import_dumper()
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from megatron_async.engines.sglang import hooks, in_flight, prefix, queue, sampling
+    from megatron_async.engines.sglang import burst, hooks, in_flight, prefix, queue, sampling
     from megatron_async.engines.sglang import weight_updater as updater
 
     if HookRegistry._hooks.get(_ACCEPT):
@@ -128,6 +129,7 @@ def install() -> None:
             (updater.LEAVE, ahead.leave, "AROUND", "weight-update groups cannot be left"),
             (updater.BEGIN, ahead.begin, "BEFORE", "weight updates cannot be started"),
             (prefix.QUEUE, prefix.before_queue, "BEFORE", "old prefixes are reused"),
+            (burst.DISPATCH, burst.Collector().dispatch, "AROUND", "boundaries take more passes"),
             (queue.QUEUE, queue.after_queue, "AFTER", "checks of engines wait for others"),
             (prefix.CHANGE, prefix.after_change, "AFTER", "old prefixes are reused"),
             (in_flight.PAUSE, in_flight.after_pause, "AFTER", "long pauses would end engines"),
