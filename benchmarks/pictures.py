@@ -163,7 +163,7 @@ def keep_curve(run: Path) -> None:
 
 def draw_curve(run: str, dark: bool) -> None:
     """Draw the mean reward of every batch, and held-out accuracies with 95 % intervals."""
-    ink, paper = _colors(dark)
+    ink, paper = colors_of(dark)
     rows = [json.loads(line) for line in (RESULTS / f"{run}.jsonl").open()]
     train = [row for row in rows if row["kind"] == "train"]
     held_out = [row for row in rows if row["kind"] == "eval" and "eval/accuracy" in row]
@@ -192,17 +192,18 @@ def draw_curve(run: str, dark: bool) -> None:
     ax.grid(axis="y", color=ink, alpha=0.15)
     for side in ax.spines.values():
         side.set_visible(False)
-    _save(figure, CURVES[run], dark, paper)
+    save(figure, CURVES[run], dark, paper)
 
 
-def _colors(dark: bool) -> tuple[str, str]:
+def colors_of(dark: bool) -> tuple[str, str]:
     """Set the fonts of pictures; return the colors of ink and paper."""
     mpl.rcParams.update({"svg.hashsalt": "megatron_async", "svg.fonttype": "none"})
     mpl.rcParams.update({"font.family": "sans-serif", "font.size": 9})
     return ("#d7dae0", "#0d1117") if dark else ("#24292f", "#ffffff")
 
 
-def _save(figure: Figure, name: str, dark: bool, paper: str) -> None:
+def save(figure: Figure, name: str, dark: bool, paper: str) -> None:
+    """Write `figure` to docs/pictures/NAME-dark.svg or NAME-light.svg, on the color `paper`."""
     figure.patch.set_facecolor(paper)
     figure.tight_layout()
     FOLDER.mkdir(exist_ok=True)
@@ -219,7 +220,7 @@ def draw(timelines: dict[str, Timeline], speeds: dict[str, float], dark: bool) -
         speeds: Trained tokens per second by schedule.
         dark: Whether the picture is for a dark background.
     """
-    ink, paper = _colors(dark)
+    ink, paper = colors_of(dark)
     figure, axes = plt.subplots(len(timelines), 1, figsize=(9, 8.2), sharex=True)
     colors = plt.get_cmap("viridis")
     for (preset, line), ax in zip(timelines.items(), axes, strict=True):
@@ -239,7 +240,7 @@ def draw(timelines: dict[str, Timeline], speeds: dict[str, float], dark: bool) -
         "rows 1–8: slots of two engines, colored by policy version; below, orange: the trainer",
         (0, 1.22), xycoords="axes fraction", color=ink, fontsize=8,
     )  # fmt: skip
-    _save(figure, "schedules", dark, paper)
+    save(figure, "schedules", dark, paper)
 
 
 def _frame(ax: Axes, title: str, ink: str) -> None:
