@@ -82,7 +82,7 @@ SETTINGS = {
         "parallel.ranks=128 parallel.nodes=16 engines.count=128 simulate.placement=colocated",
         "",
         "engines.count=24 engines.tensor=2 engines.max_running_requests=128",
-        (256, 512, 1024, 1536, 2048),
+        (256, 512, 768, 1024, 1536),
     ),
     "copris-16": Setting(
         "7B, 16 A100 (CoPRIS): 12 train",
@@ -106,10 +106,10 @@ SETTINGS = {
         (64, 96, 128, 192, 256),
     ),
 }
-STEPS = "simulate.steps=22 simulate.warmup_steps=12 "
+STEPS = "simulate.steps=18 simulate.warmup_steps=10 "
 BASELINES = ("copris", "pipeline")
 PRESETS = ("sync", "rapid", *BASELINES, "async")
-UPDATES = (2, 4, 8)
+UPDATES = (2, 4)
 LEVELS = (1, 2, 4)
 LAGS = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)
 _PIPELINE = "schedule.preset=pipeline "
@@ -143,7 +143,7 @@ def points(setting: Setting, curve: str) -> dict[str, str]:
         return {"": everything}
     if curve == "rapid":
         groups = configured(setting, setting.common).schedule.groups_per_batch
-        brief = "simulate.steps=5 simulate.warmup_steps=1"
+        brief = "simulate.steps=3 simulate.warmup_steps=1"
         size = "schedule.updates_per_batch={} schedule.groups_per_batch={} " + brief
         return {f"H = {h}": everything + size.format(h, groups * h) for h in UPDATES}
     if curve == "copris":
