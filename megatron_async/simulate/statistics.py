@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+import numpy as np
+
 from megatron_async.simulate.engine import Engine, EngineCounters, Tokens
 from megatron_async.trajectory.sample_lag import SamplesTrained
 
@@ -159,8 +161,46 @@ class Summary:
     warnings: dict[str, str]
 
 
+def length_bias(
+    sampled: Sequence[int], trained: Sequence[tuple[int, int]], *, tokens: bool = False
+) -> list[float]:
+    """Compare the lengths of trained responses with those of sampled responses, by decile of the
+    sampled lengths.
+
+    Args:
+        sampled: Lengths of sampled responses, whether or not they were trained.
+        trained: Length and number of trained tokens of each trained response
+            (`Statistics.lengths`).
+        tokens: Whether shares are shares of tokens instead of responses. Only these show that
+            `on_stale: mask` leaves out tokens of long responses.
+
+    Returns:
+        For each decile, from the shortest lengths to the longest, the share of the trained
+        responses (or tokens) in it divided by the share of the sampled ones. All values are 1 if
+        lengths do not influence what is trained. Equal lengths can leave a decile empty; its value
+        is nan.
+    """
+    lengths = np.asarray(sampled)
+    edges = np.quantile(lengths, np.arange(1, 10) / 10)
+
+    def shares(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        found = np.bincount(np.searchsorted(edges, values), weights, minlength=10)
+        return found / found.sum()
+
+    whole, used = np.asarray(trained).T
+    weights = (used, lengths) if tokens else (np.ones_like(used), np.ones_like(lengths))
+    with np.errstate(invalid="ignore"):
+        ratios = shares(whole, weights[0]) / shares(lengths, weights[1])
+    return [float(ratio) for ratio in ratios]
+
+
 class Statistics:
-    """Collects counters while a simulated run proceeds, and summarizes them at its end."""
+    """Collects counters while a simulated run proceeds, and summarizes them at its end.
+
+    Attributes:
+        lengths: For each emitted batch, the length and the number of trained tokens of each
+            response. They differ only under `on_stale: mask`.
+    """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
@@ -172,6 +212,7 @@ class Statistics:
         self.warnings: dict[str, str] = {}
         self.rows: list[StepRow] = []
         self.lags: list[BatchLag] = []
+        self.lengths: list[list[tuple[int, int]]] = []
         self.marks: list[_Mark] = []
 
     def new_preemptions(self, engine: Engine) -> int:
@@ -203,8 +244,11 @@ class Statistics:
             mask_before: Tokens of policy versions before this one are not trained; None if all are
                 trained.
         """
+        whole = [sum(count for _, count in spans) for spans in versions]
         if mask_before is not None:
             versions = [[span for span in spans if span[0] >= mask_before] for spans in versions]
+        trained = (sum(count for _, count in spans) for spans in versions)
+        self.lengths.append(list(zip(whole, trained, strict=True)))
         tokens: dict[int, int] = {}
         for version, count in itertools.chain.from_iterable(versions):
             lag = step - version
