@@ -25,7 +25,7 @@ store.
 - shared_devices: alternating use of devices that engines share with the trainer.
 - manager: the calls that a trainer makes to the rollout side. manager_host: the process in which
   the manager runs.
-- messages: values that a trainer and the manager exchange.
+- messages, trainer_task: values that a trainer and the manager exchange.
 - evaluate: accuracy on held-out problems, and when it is measured.
 - statistics: counters of the rollout side, and the metrics of each batch.
 """

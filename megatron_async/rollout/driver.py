@@ -28,12 +28,12 @@ from megatron_async.rollout.admission import Admission
 from megatron_async.rollout.background import BackgroundTasks
 from megatron_async.rollout.episodes import Episodes
 from megatron_async.rollout.generation import Generation
-from megatron_async.rollout.messages import TrainerTask
 from megatron_async.rollout.monitor import EngineMonitor
 from megatron_async.rollout.prompts import TaskPrompts
 from megatron_async.rollout.scoring import Scoring, reward_means
 from megatron_async.rollout.statistics import statistics_of
 from megatron_async.rollout.tracked_engine import TrackedEngine
+from megatron_async.rollout.trainer_task import TrainerTask
 from megatron_async.runtime.time_limits import AwakeClock
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Recorder

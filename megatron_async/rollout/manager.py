@@ -42,10 +42,11 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.driver import RolloutDriver
 from megatron_async.rollout.evaluate import Evaluation, Evaluations, Evaluator
 from megatron_async.rollout.fleet import EngineLauncher, Fleet
-from megatron_async.rollout.messages import NotAttached, ResumePoint, TrainerTask, UpdateReport
+from megatron_async.rollout.messages import NotAttached, ResumePoint, UpdateReport
 from megatron_async.rollout.probe import PROMPTS, ProbeSample, packed
 from megatron_async.rollout.prompts import TaskPrompts
 from megatron_async.rollout.shared_devices import SharedDevices
+from megatron_async.rollout.trainer_task import TrainerTask
 from megatron_async.rollout.weight_checks import CheckOutcome, WeightChecks
 from megatron_async.scheduler.record import Recorder, new_record
 from megatron_async.scheduler.scheduler import Scheduler

@@ -1,14 +1,12 @@
 """Provides the values that a trainer and the rollout manager exchange.
 
-They say where a run resumes, what the trainer must do before its next batch, and what a weight
-update has resulted in.
+They say where a run resumes, and what a weight update has resulted in.
 
 The module imports nothing of the rollout side at run time, so that a trainer rank can use it.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,17 +20,6 @@ if TYPE_CHECKING:
 class NotAttached(ComponentFailure):
     """Error for a call by a trainer that must attach first, for instance because the rollout
     manager was restarted and no longer knows it."""
-
-
-class TrainerTask(enum.Enum):
-    """What a trainer that asks for a batch must do before it asks again.
-
-    `SEND_WEIGHTS`: send the current weights to engines that are new or have loaded wrong weights.
-    `VERIFY`: compute log-probs of the tokens that engines have sampled with the newest weights.
-    """
-
-    SEND_WEIGHTS = "send weights"
-    VERIFY = "verify"
 
 
 @dataclass(frozen=True, eq=False)

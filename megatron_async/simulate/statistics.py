@@ -118,6 +118,8 @@ class Summary:
         lag_before_queue: The part of `lag_mean` until the groups were complete.
         lag_in_queue: The part of `lag_mean` from then until training.
         lag_max: Largest lag of a trained token.
+        longest_decile: Share of the longest tenth of all sampled responses among the trained
+            responses, relative to a tenth (`length_bias`).
         lag_samples_mean: Mean lag in samples of the trained trajectories.
         lag_samples_max: Largest lag in samples.
         off_policy: Share of the trained tokens whose lag is not 0.
@@ -149,6 +151,7 @@ class Summary:
     lag_before_queue: float
     lag_in_queue: float
     lag_max: int
+    longest_decile: float
     lag_samples_mean: float
     lag_samples_max: int
     off_policy: float
@@ -200,6 +203,7 @@ class Statistics:
     Attributes:
         lengths: For each emitted batch, the length and the number of trained tokens of each
             response. They differ only under `on_stale: mask`.
+        sampled: Length of each sampled response, whether or not it is trained.
     """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
@@ -213,6 +217,7 @@ class Statistics:
         self.rows: list[StepRow] = []
         self.lags: list[BatchLag] = []
         self.lengths: list[list[tuple[int, int]]] = []
+        self.sampled: list[int] = []
         self.marks: list[_Mark] = []
 
     def new_preemptions(self, engine: Engine) -> int:
@@ -280,6 +285,11 @@ class Statistics:
         counted = (totals, self._wasted, self.waiting_seconds)
         self.marks.append(_Mark(at, update_seconds, concurrency, *counted))
 
+    def _longest_decile(self, warmup: int) -> float:
+        """Return `Summary.longest_decile`; nan if responses are episodes or have equal lengths."""
+        trained = [pair for batch in self.lengths[warmup:] for pair in batch]
+        return length_bias(self.sampled, trained)[-1] if self.sampled and trained else math.nan
+
     def summary(self, warmup: int, *, engine_gpus: int, trainer_gpus: int, shared: bool) -> Summary:
         """Summarize the training steps after the first `warmup` steps.
 
@@ -304,10 +314,9 @@ class Statistics:
         trained = sum(row.seconds for row in rows)
         waited = sum(row.waited for row in rows)
         busy = counters["busy_seconds"] / len(self._engines)
-        generating = wall
+        generating = max(wall - trained, 1e-12) if shared else wall
         if shared:
             gpu_busy = (busy + trained) / wall
-            generating = max(wall - trained, 1e-12)
         else:
             both = engine_gpus + trainer_gpus
             gpu_busy = (busy * engine_gpus + trained * trainer_gpus) / (wall * both)
@@ -336,6 +345,7 @@ class Statistics:
             lag_before_queue=lag_mean - lag_in_queue,
             lag_in_queue=lag_in_queue,
             lag_max=max((lag.lag_max for lag in lags), default=0),
+            longest_decile=self._longest_decile(warmup),
             lag_samples_mean=sum(lag.samples_sum for lag in lags)
             / max(1, sum(lag.trajectories for lag in lags)),
             lag_samples_max=max((lag.samples_max for lag in lags), default=0),

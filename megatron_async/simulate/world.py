@@ -350,6 +350,8 @@ class World:
             number = self._next_group
             self._next_group += 1
             lengths, rewards = self._source.group(number)
+            if self._episodes is None:
+                self.statistics.sampled.extend(lengths)
             ids = tuple(range(number * size, (number + 1) * size))
             for trajectory_id, length, reward in zip(ids, lengths, rewards, strict=True):
                 self._responses[trajectory_id] = Response(

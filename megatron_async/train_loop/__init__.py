@@ -9,5 +9,6 @@
 - assembly: builds a rank's trainer, metrics and connection to the rollout manager, and runs the
   loop until the run ends.
 - rank_zero: work that rank 0 does for all ranks while the others wait.
+- step_times: how the trainer spends the time of a step.
 - stop: the request to stop a run between two steps, with a checkpoint.
 """

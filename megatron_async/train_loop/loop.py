@@ -28,7 +28,8 @@ from typing import TypeVar
 from megatron_async.checkpoint.manager import CheckpointManager, Finalized
 from megatron_async.config import RunConfig
 from megatron_async.rollout.evaluate import Evaluation
-from megatron_async.rollout.messages import ResumePoint, TrainerTask
+from megatron_async.rollout.messages import ResumePoint
+from megatron_async.rollout.trainer_task import TrainerTask
 from megatron_async.telemetry.health import HealthWatch
 from megatron_async.telemetry.learning import FAILED_SHARES, UnreachedThreshold
 from megatron_async.telemetry.metrics import MetricsWriter

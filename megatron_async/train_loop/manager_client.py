@@ -24,7 +24,8 @@ from megatron_async.process_backends.backend import (
 )
 from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.rollout.manager_host import MANAGER_NAME, ManagerHost
-from megatron_async.rollout.messages import NotAttached, ResumePoint, TrainerTask, UpdateReport
+from megatron_async.rollout.messages import NotAttached, ResumePoint, UpdateReport
+from megatron_async.rollout.trainer_task import TrainerTask
 from megatron_async.train_loop.stop import StopAsked
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FloatArray, PolicyVersion

@@ -57,7 +57,8 @@ from megatron_async.engines.interface import (
 
 if TYPE_CHECKING:  # These modules import this module while they are imported themselves.
     from megatron_async.rollout.fleet import EngineLauncher
-    from megatron_async.rollout.messages import ResumePoint, TrainerTask
+    from megatron_async.rollout.messages import ResumePoint
+    from megatron_async.rollout.trainer_task import TrainerTask
     from megatron_async.train_loop.manager_client import RolloutLink
     from megatron_async.trajectory.batch import TokenBatch
 

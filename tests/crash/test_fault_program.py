@@ -21,9 +21,9 @@ import pytest
 
 from megatron_async.rollout.driver import RolloutDriver
 from megatron_async.rollout.generation import RunningRequest
-from megatron_async.rollout.messages import TrainerTask
 from megatron_async.rollout.monitor import EngineMonitor
 from megatron_async.rollout.tracked_engine import TrackedEngine
+from megatron_async.rollout.trainer_task import TrainerTask
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FinishReason, PolicyVersion, RequestKey

@@ -27,7 +27,7 @@ from megatron_async.config import RunConfig
 from megatron_async.engines.simulated.engine import SimulatedEngineModel
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
-from megatron_async.rollout.messages import TrainerTask
+from megatron_async.rollout.trainer_task import TrainerTask
 from megatron_async.run_directory import RunDirectory
 from megatron_async.runtime.time_limits import AwakeDeadline
 from megatron_async.trajectory.batch import TokenBatch

@@ -41,7 +41,7 @@ class ForgetfulLink:
         self.calls.append(("attach", *position))
 
     def next_batch(self) -> Any:
-        from megatron_async.rollout.messages import TrainerTask
+        from megatron_async.rollout.trainer_task import TrainerTask
 
         self._call("next_batch")
         if self._fresh:  # Engines of a new manager need weights first.

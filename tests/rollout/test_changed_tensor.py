@@ -17,7 +17,7 @@ from megatron_async.config import build_config
 from megatron_async.config.rollout import WeightsConfig
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.rollout.manager import ResumePoint, UpdateReport
-from megatron_async.rollout.messages import TrainerTask
+from megatron_async.rollout.trainer_task import TrainerTask
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FloatArray, PolicyVersion
 from megatron_async.weight_sync.publisher import make_sender

@@ -25,7 +25,7 @@ from megatron_async.engines.interface import (
 from megatron_async.engines.simulated.engine import SimulatedEngine
 from megatron_async.errors import ComponentFailure, ProcessKilled
 from megatron_async.rollout.manager import NotAttached, ResumePoint, RolloutManager, UpdateReport
-from megatron_async.rollout.messages import TrainerTask
+from megatron_async.rollout.trainer_task import TrainerTask
 from megatron_async.store.reader import StoreReader
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.batch import TokenBatch

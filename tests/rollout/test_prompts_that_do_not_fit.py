@@ -23,7 +23,7 @@ from megatron_async.engines.interface import (
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import ResumePoint
-from megatron_async.rollout.messages import TrainerTask
+from megatron_async.rollout.trainer_task import TrainerTask
 from megatron_async.trajectory.types import DropReason, Prompt, TrajectoryState
 from tests.rollout.short_limits import ModelEngines, config_of, in_service, trainer_of
 from tests.rollout.stand_ins import Fixed, trajectories_in

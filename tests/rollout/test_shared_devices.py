@@ -14,7 +14,7 @@ from megatron_async.engines.interface import PauseMode
 from megatron_async.engines.simulated.engine import SimulatedEngine
 from megatron_async.errors import UserError
 from megatron_async.rollout.manager import ResumePoint
-from megatron_async.rollout.messages import TrainerTask
+from megatron_async.rollout.trainer_task import TrainerTask
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion
 from tests.rollout.stand_ins import MODEL, Engines, manager_of, trainer_logprobs

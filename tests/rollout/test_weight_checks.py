@@ -18,8 +18,8 @@ from megatron_async.engines.interface import GenerationRequest, TokenChunk
 from megatron_async.engines.simulated.engine import SimulatedEngine
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import ResumePoint, UpdateReport
-from megatron_async.rollout.messages import TrainerTask
 from megatron_async.rollout.probe import ProbeSample
+from megatron_async.rollout.trainer_task import TrainerTask
 from megatron_async.rollout.weight_checks import WeightChecks
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion
