@@ -187,11 +187,7 @@ def draw_curve(run: str, dark: bool) -> None:
     ax.set_ylim(0.0, 1.08)
     ax.set_xlim(-2, max(steps) + 2)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.set_facecolor(paper)
-    ax.tick_params(colors=ink, length=0)
-    ax.grid(axis="y", color=ink, alpha=0.15)
-    for side in ax.spines.values():
-        side.set_visible(False)
+    plain(ax, ink, paper)
     save(figure, CURVES[run], dark, paper)
 
 
@@ -200,6 +196,15 @@ def colors_of(dark: bool) -> tuple[str, str]:
     mpl.rcParams.update({"svg.hashsalt": "megatron_async", "svg.fonttype": "none"})
     mpl.rcParams.update({"font.family": "sans-serif", "font.size": 9})
     return ("#d7dae0", "#0d1117") if dark else ("#24292f", "#ffffff")
+
+
+def plain(ax: Axes, ink: str, paper: str) -> None:
+    """Give axes the colors `ink` and `paper`, horizontal grid lines and no frame."""
+    ax.set_facecolor(paper)
+    ax.tick_params(colors=ink, length=0)
+    ax.grid(axis="y", color=ink, alpha=0.15)
+    for side in ax.spines.values():
+        side.set_visible(False)
 
 
 def save(figure: Figure, name: str, dark: bool, paper: str) -> None:

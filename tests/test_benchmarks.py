@@ -18,6 +18,7 @@ import pytest
 
 from benchmarks import schedules, versus_trl
 from benchmarks.episodes import ROOT, name_of, pieces, row_of, settings_of, table
+from benchmarks.papers import frontier
 from benchmarks.reporting import append, command_line, missing, read
 from benchmarks.restart import counters
 from benchmarks.restart.__main__ import goals
@@ -25,6 +26,7 @@ from benchmarks.restart.run import losses
 from benchmarks.shuffled import Shuffled
 from megatron_async.config import load_config
 from megatron_async.scoring.rewards import Sample
+from megatron_async.simulate.build import build_world
 from megatron_async.telemetry.metrics import MetricsWriter
 
 
@@ -301,3 +303,31 @@ def test_restart_goals_are_judged_by_the_worst_run() -> None:
     assert "| 64 | 65.0 | **no** |" in goals([good, worse])
     assert "first token | 30 | 31.0 | **no** |" in goals([worse, good])
     assert "is trained | 30 | 93.0 | **no** |" in goals([worse, good])
+
+
+@pytest.mark.parametrize("setting", frontier.SETTINGS)
+def test_frontier_settings_load_with_equal_batches_and_numbers_of_gpus(setting: str) -> None:
+    of = frontier.SETTINGS[setting]
+    for curve in frontier.CURVES:
+        overrides = next(iter(frontier.points(of, curve).values()))
+        config = frontier.configured(of, overrides)
+        build_world(config)
+        schedule, shared = config.schedule, config.simulate.placement == "colocated"
+        engines = 0 if shared else config.engines.count * config.engines.tensor
+        assert config.parallel.ranks + engines == config.simulate.gpus
+        base = frontier.configured(of, of.common).schedule
+        assert schedule.groups_per_batch == base.groups_per_batch * schedule.updates_per_batch
+        assert schedule.group_size == base.group_size
+
+
+def test_frontier_ratio_interpolates_each_seed_only_within_both_curves() -> None:
+    lines = {"pipeline": (1.0, 3.0), "continue": (2.0, 4.0)}
+    rows = [
+        {"seed": seed, "curve": curve, "lag_mean": lag, "tokens_per_second": factor * lag}
+        for seed, factors in ((0, (100.0, 110.0)), (1, (100.0, 130.0)))
+        for (curve, lags), factor in zip(lines.items(), factors, strict=True)
+        for lag in lags
+    ]
+    assert frontier.ratios(rows, "continue", "pipeline", 2.5) == "1.20"
+    assert frontier.ratios(rows, "continue", "pipeline", 1.5) == "–"
+    assert frontier.ratios(rows, "continue", "copris", 2.5) == "–"

@@ -1,6 +1,6 @@
 """Frontier: simulated throughput against lag, for all presets and for single settings of schedules.
 
-    python -m benchmarks.papers.frontier [--seeds N] [--lengths FILE] [--draw]
+    python -m benchmarks.papers.frontier [--seeds N] [--lengths FILE]
 
 The three settings are PipelineRL's 128 GPUs, CoPRIS's 16 GPUs, and episodes with slow tools on 32
 GPUs. A curve is one schedule. Its points differ in N' (requests in flight) or, under a staleness
@@ -28,13 +28,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib import pyplot as plt
 
 from benchmarks.papers.report import CONFIGS, UNIFORM
-from benchmarks.pictures import colors_of, save
+from benchmarks.pictures import colors_of, plain, save
 from benchmarks.reporting import (
     RESULTS,
     Row,
@@ -94,7 +93,7 @@ SETTINGS = {
         (128, 256, 384, 512, 1024),
     ),
     "episodes-32": Setting(
-        "7B, 32 H100, episodes with slow tools: 16 train",
+        "7B, 32 H100, slow tools: 16 train",
         "async-7b-32gpu",
         "schedule.groups_per_batch=32 sampling.max_new_tokens=2048 simulate.lengths.median=500 "
         "simulate.episode.turns=4 simulate.episode.tool_seconds=8 simulate.episode.tool_sigma=1 "
@@ -209,18 +208,16 @@ def at_lag(curve: Sequence[Row], lag: float) -> float | None:
     return float(np.interp(lag, lags, speeds))
 
 
-def ratios(rows: Sequence[Row], curve: str, over: str, lag: float) -> list[float]:
-    """Return the throughput of `curve` over that of `over` at a mean lag, for each seed with a
-    value of both."""
-    by_seed: dict[int, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        by_seed[row["seed"]][row["curve"]].append(row)
+def ratios(rows: Sequence[Row], curve: str, over: str, lag: float) -> str:
+    """Return the throughput of `curve` over that of `over` at a mean lag, as the median over the
+    seeds that have both."""
     found = []
-    for curves in by_seed.values():
-        own, other = at_lag(curves[curve], lag), at_lag(curves[over], lag)
+    for seed in {row["seed"] for row in rows}:
+        of = [[r for r in rows if (r["seed"], r["curve"]) == (seed, c)] for c in (curve, over)]
+        own, other = (at_lag(curve_rows, lag) for curve_rows in of)
         if own is not None and other is not None:
             found.append(own / other)
-    return found
+    return f"{statistics.median(found):.2f}" if found else "–"
 
 
 def report(rows: Sequence[Row], lengths: str) -> Iterator[str]:
@@ -230,10 +227,10 @@ def report(rows: Sequence[Row], lengths: str) -> Iterator[str]:
         for name, setting in SETTINGS.items():
             own = [row for row in rows if (row["lengths"], row["setting"]) == (kind, name)]
             yield f"## {setting.title}, {kind} lengths"
-            cells = []
+            cells: list[tuple[object, ...]] = []
             for curve in CURVES:
                 found = [[ratios(own, curve, base, lag) for base in BASELINES] for lag in LAGS]
-                cells.append((curve, *(" / ".join(map(middle, both)) for both in found)))
+                cells.append((curve, *map(" / ".join, found)))
             yield "Throughput over `copris` / over `pipeline` at a mean lag, medians over seeds:"
             yield table("curve | " + " | ".join(map(str, LAGS)), cells)
             by_point = defaultdict(list)
@@ -249,48 +246,40 @@ def report(rows: Sequence[Row], lengths: str) -> Iterator[str]:
             yield table(f"{header} | engines idle | recomputed | wasted", cells)
 
 
-def middle(values: Sequence[float]) -> str:
-    """Return the median, or a dash if there are no values."""
-    return f"{statistics.median(values):.2f}" if values else "–"
-
-
 def draw(rows: Sequence[Row], lengths: str, dark: bool) -> None:
     """Draw throughput against mean and largest lag, with bands from the smallest to the largest
     value over seeds, and against mean lag with equal lengths."""
     ink, paper = colors_of(dark)
-    figure, axes = plt.subplots(3, len(SETTINGS), figsize=(11, 11))
-    colors = [*plt.get_cmap("tab10").colors, *plt.get_cmap("Dark2").colors]  # type: ignore[attr-defined]
-    panels = ((lengths, "lag_mean"), (lengths, "lag_max"), ("equal", "lag_mean"))
-    for (kind, lag), line in zip(panels, axes, strict=True):
+    heights = {"height_ratios": (1, 1, 1, 0.2)}
+    figure, axes = plt.subplots(4, len(SETTINGS), figsize=(11, 12), gridspec_kw=heights)
+    for ax in axes[3]:
+        ax.set_axis_off()
+    panels = ((lengths, "mean"), (lengths, "max"), ("equal", "mean"))
+    for (kind, lag), line in zip(panels, axes, strict=False):
         for (name, setting), ax in zip(SETTINGS.items(), line, strict=True):
-            for curve, color in zip(CURVES, colors, strict=False):
-                by_point = defaultdict(list)
-                for row in rows:
-                    if (row["lengths"], row["setting"], row["curve"]) == (kind, name, curve):
-                        by_point[row["point"]].append((row[lag], row["tokens_per_second"] / 1000))
-                places = sorted(
-                    (statistics.mean(x), statistics.mean(y), min(y), max(y))
-                    for x, y in (zip(*of, strict=True) for of in by_point.values())
-                )
-                if not places:
-                    continue
-                x, y, low, high = zip(*places, strict=True)
-                style: dict[str, Any] = {"ls": "-", "lw": 1.8} if curve in PRESETS else {"ls": "--"}
-                ax.plot(x, y, marker="o", ms=3, color=color, label=curve, **{"lw": 1.0, **style})
+            own = [row for row in rows if (row["lengths"], row["setting"]) == (kind, name)]
+            for number, curve in enumerate(CURVES):
+                of_curve: dict[str, list[tuple[float, float]]] = defaultdict(list)
+                for row in own:
+                    if row["curve"] == curve:
+                        place = (row[f"lag_{lag}"], row["tokens_per_second"] / 1000)
+                        of_curve[row["point"]].append(place)
+                means = [np.mean(of, axis=0) for of in of_curve.values()]
+                bands = [(min(y for _, y in of), max(y for _, y in of)) for of in of_curve.values()]
+                line_of = sorted((*mean, *band) for mean, band in zip(means, bands, strict=True))
+                x, y, low, high = np.reshape(line_of, (-1, 4)).T
+                style = "o-" if curve in PRESETS else "o--"
+                color = plt.get_cmap("tab20")(number)
+                ax.plot(x, y, style, ms=3, lw=1.3, color=color, label=curve)
                 ax.fill_between(x, low, high, color=color, alpha=0.2, lw=0)
-            what = "mean lag" if lag == "lag_mean" else "largest lag"
             ax.set_title(f"{setting.title}\n{kind} lengths", loc="left", color=ink, fontsize=8)
-            ax.set_xlabel(f"{what}, optimizer steps", color=ink, fontsize=8)
+            ax.set_xlabel(f"{lag} lag in optimizer steps", color=ink, fontsize=8)
             ax.set_ylabel("thousand trained tokens/s", color=ink, fontsize=8)
-            ax.set_facecolor(paper)
-            ax.set_xlim(left=0)
-            ax.set_ylim(bottom=0)
-            ax.tick_params(colors=ink, length=0)
-            ax.grid(color=ink, alpha=0.15)
-            for side in ax.spines.values():
-                side.set_visible(False)
+            ax.set(xlim=(0, None), ylim=(0, None))
+            plain(ax, ink, paper)
     named = axes[0][0].get_legend_handles_labels()
-    figure.legend(*named, ncols=4, loc="outside lower center", frameon=False, labelcolor=ink)
+    legend = axes[3][1].legend(*named, ncols=5, loc="center", frameon=False, labelcolor=ink)
+    legend.set_in_layout(False)  # It is wider than its column.
     save(figure, "frontier", dark, paper)
 
 
