@@ -22,7 +22,6 @@ bound, in k (`schedule.max_async_level`). Levers are curves that change settings
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -32,19 +31,10 @@ from pathlib import Path
 import numpy as np
 from matplotlib import pyplot as plt
 
-from benchmarks.papers.report import CONFIGS, UNIFORM
+from benchmarks.papers.report import CONFIGS, UNIFORM, write
+from benchmarks.papers.report import parser as parser_of
 from benchmarks.pictures import colors_of, plain, save
-from benchmarks.reporting import (
-    RESULTS,
-    Row,
-    commit,
-    make_missing,
-    piece_options,
-    publish,
-    read,
-    spread,
-    table,
-)
+from benchmarks.reporting import Row, commit, make_missing, piece_options, read, spread, table
 from megatron_async.config.load import load_simulation
 from megatron_async.config.simulate import SimulationConfig
 from megatron_async.simulate.build import simulate
@@ -284,11 +274,10 @@ def draw(rows: Sequence[Row], lengths: str, dark: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__, "frontier")
     piece_options(parser, "papers/frontier")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
     parser.add_argument("--lengths", type=Path, help="file of recorded lengths to use")
-    parser.add_argument("--out", type=Path, default=RESULTS / "papers" / "frontier_tables.md")
     options = parser.parse_args()
     lengths = "long-tailed" if options.lengths is None else options.lengths.stem
     wanted = pieces(options.seeds, lengths)
@@ -296,8 +285,7 @@ def main() -> None:
     rows = read(options.rows)
     for dark in (False, True):
         draw(rows, lengths, dark)
-    parts = "\n\n".join(report(rows, lengths))
-    publish("benchmarks.papers.frontier", "Frontier: throughput against lag", parts, options.out)
+    write(options, "Frontier: throughput against lag (simulated)", list(report(rows, lengths)))
 
 
 if __name__ == "__main__":
