@@ -35,7 +35,7 @@ def config_file(tmp_path: Path) -> Path:
 
 
 def call(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "240"})
+    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == 0, result.output
