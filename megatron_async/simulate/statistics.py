@@ -115,8 +115,8 @@ class Summary:
         kv_full: Share of the engines' busy time in which requests wait for space in the KV cache.
         concurrency: Number of requests in flight (N') at the end.
         lag_mean: Mean lag of trained tokens, in policy versions.
-        lag_before_queue: The part of `lag_mean` until the groups were complete.
-        lag_in_queue: The part of `lag_mean` from then until training.
+        lag_in_queue: The part of `lag_mean` from the completion of the groups until training; the
+            rest is the part before.
         lag_max: Largest lag of a trained token.
         longest_decile: Share of the longest tenth of all sampled responses among the trained
             responses, relative to a tenth (`length_bias`).
@@ -148,7 +148,6 @@ class Summary:
     kv_full: float
     concurrency: int
     lag_mean: float
-    lag_before_queue: float
     lag_in_queue: float
     lag_max: int
     longest_decile: float
@@ -342,7 +341,6 @@ class Statistics:
             kv_full=counters["full_seconds"] / max(counters["busy_seconds"], 1e-12),
             concurrency=end.concurrency,
             lag_mean=lag_mean,
-            lag_before_queue=lag_mean - lag_in_queue,
             lag_in_queue=lag_in_queue,
             lag_max=max((lag.lag_max for lag in lags), default=0),
             longest_decile=self._longest_decile(warmup),
