@@ -16,7 +16,7 @@ MAX_CODE_LINES_OF_A_FILE = 400
 LONGER_FILES: dict[str, str] = {}
 MAX_CODE_LINES_OF_A_FUNCTION = 60  # Kernels are exempt: a pass over tiles is one function.
 # The limit is raised only by as much as an issue permits, and lowered when the count has fallen.
-MAX_STATEMENTS = 30_890
+MAX_STATEMENTS = 30_891
 
 
 def test_files_of_the_product_are_short() -> None:

@@ -199,8 +199,8 @@ def at_lag(curve: Sequence[Row], lag: float) -> float | None:
 
 
 def ratios(rows: Sequence[Row], curve: str, over: str, lag: float) -> str:
-    """Return the throughput of `curve` over that of `over` at a mean lag, as the median over the
-    seeds that have both."""
+    """Return the ratio of the throughputs of `curve` and `over` at a mean lag, as the median over
+    the seeds that have both."""
     found = []
     for seed in {row["seed"] for row in rows}:
         of = [[r for r in rows if (r["seed"], r["curve"]) == (seed, c)] for c in (curve, over)]

@@ -90,9 +90,9 @@ class EvalConfig(Settings):
     blocking: bool | None = None
     """Whether training waits for each evaluation, so that one policy version generates all its
     responses. With false, an evaluation runs concurrently with training, and its running responses
-    continue with newer weights. none = true if `schedule.boundary` is drain or pause,
-    or if engines are colocated, otherwise false. Training always waits for the evaluations at its
-    start and end."""
+    continue with newer weights. none = true if `schedule.boundary` is drain or pause, or if engines
+    are colocated, otherwise false. Training always waits for the evaluations at its start and
+    end."""
     save_samples: int = Field(32, ge=0)
     """Number of problems of each set whose responses are saved in `evaluations/`."""
     timeout_seconds: float = Field(3600.0, gt=0)

@@ -289,7 +289,7 @@ class RunConfig(Settings):
         """Whether training waits for evaluations during training (`eval.blocking`)."""
         if self.eval.blocking is not None:
             return self.eval.blocking
-        return self.schedule.waits_for_trainer or self.engines.placement == "colocated"
+        return self.schedule.stops_generation or self.engines.placement == "colocated"
 
     @property
     def resolved_schedule(self) -> ScheduleConfig:

@@ -87,7 +87,7 @@ class ScheduleConfig(Settings):
         return self.weight_update == "in_flight" and self.kv == "keep"
 
     @property
-    def waits_for_trainer(self) -> bool:
+    def stops_generation(self) -> bool:
         """Whether engines generate nothing while the trainer works on a batch, so that evaluations
         cannot run meanwhile either."""
         return self.boundary in ("drain", "pause")

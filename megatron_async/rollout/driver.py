@@ -246,7 +246,7 @@ class RolloutDriver:
     # ------------------------------------------------------------ calls by the trainer
 
     async def next_batch(self, timeout: float) -> TokenBatch | TrainerTask:
-        """Wait for the next batch and return it, or return what the trainer must do first.
+        """Wait for the next batch and return it, or return the task that the trainer must do first.
 
         If `sampling` ends before a batch is ready, the trainer must verify the weights first. Until
         then stale engines do not end the wait, because some of them may be engines that have just

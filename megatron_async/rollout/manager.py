@@ -3,8 +3,8 @@ run.
 
 The manager is a plain class, owned by a separate process (`manager_host.py`) or by a test. The
 trainer makes its calls in a fixed order. It calls `attach` once. Then it repeats these calls:
-`next_batch`, which returns a batch or what the trainer must do first; `begin_update`; then the
-trainer transfers the weights itself; `end_update`, after which the engines generate and sample
+`next_batch`, which returns a batch or a task that the trainer must do first; `begin_update`; then
+the trainer transfers the weights itself; `end_update`, after which the engines generate and sample
 tokens for the verification; `verification_samples`, which returns these tokens; `verify_update`
 with the trainer's log-probs of them; and `evaluate` if the result of `verify_update` says that an
 evaluation is due. The trainer may ask for the next batch and compute gradients of it before it
@@ -304,7 +304,7 @@ class RolloutManager:
     # ------------------------------------------------------------ batches
 
     async def next_batch(self, lineage: int) -> TokenBatch | TrainerTask:
-        """Wait for the next batch and return it, or return what the trainer must do first.
+        """Wait for the next batch and return it, or return the task that the trainer must do first.
 
         If the newest update is not verified yet and its samples are available before a batch is
         ready, the trainer must verify it first. Engines that share the trainer's devices are

@@ -1,10 +1,10 @@
-"""Names what a trainer must do before it gets its next batch."""
+"""Names the tasks that a trainer must do before it gets its next batch."""
 
 import enum
 
 
 class TrainerTask(enum.Enum):
-    """What a trainer that asks for a batch must do before it asks again.
+    """Task that a trainer must do before it asks for a batch again.
 
     `SEND_WEIGHTS`: send the current weights to engines that are new or have loaded wrong weights.
     `VERIFY`: compute log-probs of the tokens that engines have sampled with the newest weights.

@@ -77,8 +77,8 @@ class RolloutLink(ABC):
         """
 
     def next_batch(self) -> TokenBatch | TrainerTask:
-        """Wait for the next batch and return it, or return what the trainer must do before it asks
-        again.
+        """Wait for the next batch and return it, or return the task that the trainer must do before
+        it asks again.
 
         Raises:
             StopAsked: The run was asked to stop before a batch was ready.

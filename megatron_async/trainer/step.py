@@ -275,17 +275,17 @@ class PolicyTrainer:
     ) -> StepReport:
         """Train on a batch: compute advantages and correction, then apply all optimizer updates.
 
+        There are `schedule.updates_per_batch` updates in each of `algorithm.epochs` epochs. An
+        update whose loss or gradient is not finite is skipped, counted and reported. If the rewards
+        of the batch, or the log-probs from which rewards and correction are computed, are not
+        finite, the whole batch is skipped.
+
         Args:
             batch: The batch.
             before_update: Called on every rank before each optimizer update, when its gradient is
                 complete and no pass of the model is running. It may call `compute_logprobs`, which
                 then uses the weights that the update is about to change. Its time is not counted in
                 `StepReport.seconds`.
-
-        There are `schedule.updates_per_batch` updates in each of `algorithm.epochs` epochs. An
-        update whose loss or gradient is not finite is skipped, counted and reported. If the rewards
-        of the batch, or the log-probs from which rewards and correction are computed, are not
-        finite, the whole batch is skipped.
 
         Raises:
             ComponentFailure: `MAX_NONFINITE_STEPS` updates in a row were skipped, or copies of the

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_async.engines.sglang import burst
 from megatron_async.engines.sglang.client import SGLangClient
+from megatron_async.engines.sglang.queue import URGENT
 from tests.engine import EngineUnderTest, collect, make_request
 
 
@@ -72,9 +73,7 @@ async def test_requests_are_passed_on_together_when_all_have_arrived(manager: Ma
 async def test_requests_are_passed_on_when_they_fill_a_prefill_pass(manager: Manager) -> None:
     for number in range(5):
         manager.request(f"r{number}", 5, tokens=50)
-    assert manager.names == [["r0", "r1"], ["r2", "r3"]]
-    await asyncio.sleep(0.1)
-    assert manager.names[2:] == [["r4"]]
+    assert manager.names == [["r0", "r1"], ["r2", "r3"], ["r4"]], "the last one waits for no other"
 
 
 async def test_requests_are_passed_on_when_no_further_one_arrives(manager: Manager) -> None:
@@ -85,6 +84,12 @@ async def test_requests_are_passed_on_when_no_further_one_arrives(manager: Manag
     assert manager.names == []
     await asyncio.sleep(0.05)
     assert manager.names == [["r0", "r1"]]
+
+
+async def test_urgent_request_does_not_wait_for_collected_requests(manager: Manager) -> None:
+    manager.request("r0", 5)
+    manager.dispatch(Message(rid="probe", priority=URGENT, input_ids=[0]))
+    assert manager.names == [["probe"]]
 
 
 async def test_abort_follows_the_requests_that_arrived_before_it(manager: Manager) -> None:

@@ -70,8 +70,8 @@ class PatternSource(GroupSource):
 
 
 class Run:
-    """A simulated run that records, for each batch, the policy numbers of the first tokens, those
-    under which the groups were completed, and the lengths."""
+    """A simulated run that records, for each batch, the policy numbers of the first tokens, the
+    policy numbers under which the groups were completed, and the lengths."""
 
     def __init__(self, world: World, steps: int) -> None:
         self.world = world

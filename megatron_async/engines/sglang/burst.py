@@ -2,14 +2,14 @@
 
 After a step boundary, hundreds of requests are sent at once, and the HTTP server needs one or more
 milliseconds for each. SGLang's scheduler would start a prefill pass for the few requests that have
-arrived, and then another one, so that a boundary of 340 requests needed dozens of passes. The hook
-here collects such requests in the HTTP process and passes them to the scheduler together.
+arrived, and then another one. The hook here collects such requests in the HTTP process and passes
+them to the scheduler together.
 
 Invariants
 - Collected requests are passed on as soon as all requests that were sent together have arrived, or
   their tokens fill a prefill pass, or no further one has arrived for `_QUIET_SECONDS`.
 - Requests reach the scheduler in the order in which they arrived, and before any later message of
-  another kind, for instance an abort.
+  another kind, for instance an abort. Only urgent requests (queue.py) do not wait.
 - All schedulers of a tensor-parallel engine get the same messages, so they make the same decisions.
 """
 
@@ -48,22 +48,26 @@ class Collector:
             original(manager, message)
             return
         together = -(message.priority or 0)
-        if together <= 1 and not self._collected:
+        if together < 0 or (together <= 1 and not self._collected):
             original(manager, message)
             return
-        if not self._collected:
-            self._missing = together
+        if together > 1:
+            self._missing = (self._missing or together) - 1
         # SGLang changes the object after this call, so keep it as it is now.
         self._collected.append(copy.copy(message))
-        self._missing -= together > 1
         self._tokens += len(message.input_ids)
         if self._timer is not None:
             self._timer.cancel()
-        if self._missing <= 0 or self._tokens >= _tokens_of_a_pass():
+        if not self._missing or self._tokens >= _tokens_of_a_pass():
             self._pass_on(original, manager)
             return
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(_QUIET_SECONDS, self._pass_on, original, manager)
+        self._timer = loop.call_later(_QUIET_SECONDS, self._give_up, original, manager)
+
+    def _give_up(self, original: Callable[[Any, Any], None], manager: Any) -> None:
+        """Pass on the collected requests, and wait for no further one that was sent with them."""
+        self._missing = 0
+        self._pass_on(original, manager)
 
     def _pass_on(self, original: Callable[[Any, Any], None], manager: Any) -> None:
         """Pass all collected requests to the scheduler in one message."""
